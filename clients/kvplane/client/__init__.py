@@ -1,0 +1,1 @@
+"""The client SDK: what an engine imports. It never picks a block id and never hides an error."""
