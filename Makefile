@@ -1,0 +1,65 @@
+# Every target makes (or reuses, while its pins are unchanged) the environment it needs under .envs/.
+# All that must be there before: Python >= 3.11 with venv, a C compiler and make.
+
+PYTHON ?= python3
+ENV := $(PYTHON) constraints/env.py
+BIN := .envs/dev/bin
+SOURCES := protos cache_service compute_service kernels clients
+PROTOS := $(wildcard protos/kvplane/v1/*.proto)
+QUICK ?=
+
+.PHONY: help test test-fast test-slow demo lint format protos protos-check bench bench-peers clean
+
+help: ## Say what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+test: test-fast test-slow ## Run all tests on the built wheel
+
+test-fast: dev-with-wheel
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: dev-with-wheel
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+demo: ## Generate with a real model through both services
+	@$(PYTHON) -c "import sys; sys.exit('make demo: not built yet. It needs the cache service, the compute service and the transformers engine (see CHANGELOG.md for what is built).')"
+
+lint: dev-with-wheel ## Check style, types, import rules and protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --exit-code --diff protos > /dev/null
+
+format: dev ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/buf format -w protos
+
+protos: ## Generate kvplane.v1 with the oldest supported tools
+	$(ENV) protos
+	PATH="$(CURDIR)/.envs/protos/bin:$$PATH" .envs/protos/bin/python -m grpc_tools.protoc -Iprotos \
+	  --python_out=protos --grpc_python_out=protos --mypy_out=protos --mypy_grpc_out=protos $(PROTOS)
+
+protos-check: protos ## Fail when the generated code differs from the protos
+	git diff --exit-code -- protos
+	@test -z "$$(git ls-files --others --exclude-standard protos)"
+
+bench: dev-with-wheel ## Run all benchmarks (QUICK=1: a smoke run)
+	@set -e; for script in benchmarks/*.py; do \
+	  case "$$script" in */_*) continue;; esac; \
+	  echo "== $$script"; $(BIN)/python $$script $(if $(QUICK),--quick); done
+
+bench-peers: ## Build the environments of peers that benchmarks compare with
+	$(ENV) $(patsubst constraints/%.txt,%,$(wildcard constraints/peer-*.txt))
+
+.PHONY: dev dev-with-wheel
+dev:
+	@$(ENV) dev > /dev/null
+dev-with-wheel:
+	@$(ENV) --with-wheel dev > /dev/null
+
+clean: ## Remove everything that was made
+	rm -rf .envs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
