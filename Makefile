@@ -28,7 +28,9 @@ lint: dev-with-wheel ## Check style, types, import rules and protos
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	cd tests/contract/consumer && $(CURDIR)/$(BIN)/mypy app.py
+	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/contract/consumer
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --exit-code --diff protos > /dev/null
@@ -63,3 +65,7 @@ dev-with-wheel:
 
 clean: ## Remove everything that was made
 	rm -rf .envs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.PHONY: golden
+golden: dev-with-wheel ## Store the outline of the API that the contract tests compare with
+	PYTHONPATH=tests $(BIN)/python tests/contract/outline.py > tests/contract/golden/outline.txt

@@ -55,9 +55,7 @@ def tokens_header(tag: int, count: int) -> bytes:
     return struct.pack("<BII", tag, TOKEN_BYTES * (count + 1), count)
 
 
-def block_digest(
-    parent: Digest, tokens: bytes, extra_keys: Sequence[ExtraKey] = (), lookahead: bytes = b""
-) -> Digest:
+def block_digest(parent: Digest, tokens: bytes, extra_keys: Sequence[ExtraKey] = (), lookahead: bytes = b"") -> Digest:
     """Digest of one block: `tokens` and `lookahead` are packed little-endian u32.
 
     Extra keys are hashed in the order (kind, content, offset), so that the caller's order is no part of the
@@ -95,6 +93,5 @@ def extend_each(parents: Iterable[Digest], blocks: Iterable[bytes], block_tokens
     middle = tokens_header(_TOKENS, block_tokens)
     head, hash_of = _PARENT_HEADER, sha256
     return [
-        Digest(hash_of(head + parent + middle + block).digest())
-        for parent, block in zip(parents, blocks, strict=True)
+        Digest(hash_of(head + parent + middle + block).digest()) for parent, block in zip(parents, blocks, strict=True)
     ]

@@ -100,6 +100,6 @@ def root_digest(model: ModelIdentity, namespace: Namespace, namespace_version: i
         sha256(
             tlv.field(_ROOT, model.encode())
             + tlv.field(_NAMESPACE, namespace.encode())
-            + tlv.u32(_NAMESPACE_VERSION, namespace_version)
+            + tlv.u64(_NAMESPACE_VERSION, namespace_version)
         ).digest()
     )

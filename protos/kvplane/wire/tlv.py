@@ -29,6 +29,11 @@ def u32(tag: int, value: int) -> bytes:
     return field(tag, struct.pack("<I", value))
 
 
+def u64(tag: int, value: int) -> bytes:
+    """Encode one field whose value is a little-endian u64."""
+    return field(tag, struct.pack("<Q", value))
+
+
 def fields(encoded: bytes) -> Iterator[tuple[int, bytes]]:
     """Decode a concatenation of fields. Raises `ValueError` where one is cut short."""
     position = 0

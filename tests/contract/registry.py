@@ -1,0 +1,59 @@
+"""For every RPC of the contract: who implements it, or that nobody does yet.
+
+`servicer`, `client` and `twin` are `module:Class.method`. The twin is the same call without a socket; RPCs of
+compute services have none.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An RPC that works."""
+
+    servicer: str
+    client: str
+    twin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """An RPC that answers UNIMPLEMENTED."""
+
+
+NOT_BUILT = NotBuilt()
+
+RPCS: dict[str, Built | NotBuilt] = {
+    "kvplane.v1.CacheAdminService/DeleteTenant": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/DrainPool": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/EndSession": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/GetTenant": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/ListSessions": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/ListTenants": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/PutTenant": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/RemovePrefix": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/ResetCache": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/ResizePool": NOT_BUILT,
+    "kvplane.v1.CacheAdminService/UpdateWeights": NOT_BUILT,
+    "kvplane.v1.CacheService/CloseSession": NOT_BUILT,
+    "kvplane.v1.CacheService/Explain": NOT_BUILT,
+    "kvplane.v1.CacheService/Export": NOT_BUILT,
+    "kvplane.v1.CacheService/GetPool": NOT_BUILT,
+    "kvplane.v1.CacheService/Heartbeat": NOT_BUILT,
+    "kvplane.v1.CacheService/ListPools": NOT_BUILT,
+    "kvplane.v1.CacheService/Lookup": NOT_BUILT,
+    "kvplane.v1.CacheService/OpenSession": NOT_BUILT,
+    "kvplane.v1.CacheService/RegisterNamespace": NOT_BUILT,
+    "kvplane.v1.CacheService/ReleaseOperation": NOT_BUILT,
+    "kvplane.v1.CacheService/RenewOperation": NOT_BUILT,
+    "kvplane.v1.CacheService/Step": NOT_BUILT,
+    "kvplane.v1.CacheService/WatchEvents": NOT_BUILT,
+    "kvplane.v1.ComputeService/Attach": NOT_BUILT,
+    "kvplane.v1.ComputeService/Execute": NOT_BUILT,
+    "kvplane.v1.ComputeService/GetShard": NOT_BUILT,
+    "kvplane.v1.ComputeService/ReadBlocks": NOT_BUILT,
+    "kvplane.v1.ComputeService/WriteBlocks": NOT_BUILT,
+    "kvplane.v1.PoolRegistryService/Control": NOT_BUILT,
+    "kvplane.v1.PoolRegistryService/Inventory": NOT_BUILT,
+    "kvplane.v1.PoolRegistryService/Register": NOT_BUILT,
+}
