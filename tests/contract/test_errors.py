@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -144,3 +145,11 @@ def test_errors_cross_a_real_socket() -> None:
         assert type(got) is errors.InvalidArgumentError
         assert (got.violations, got.metadata, got.retry_after_seconds) == (sent.violations, sent.metadata, 0.25)
     assert unbuilt.code == Code.UNIMPLEMENTED
+
+
+def test_the_page_of_errors_is_complete() -> None:
+    """docs/errors.md has a row for every class, with its code and reason."""
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    for kind in KINDS:
+        if kind is not KvplaneError:
+            assert f"| `{kind.__name__}` | {kind.code.name} | {kind.default_reason} |" in page
