@@ -8,6 +8,10 @@ SOURCES := protos cache_service compute_service kernels clients
 PROTOS := $(wildcard protos/kvplane/v1/*.proto)
 QUICK ?=
 
+# Tests run on the installed wheel, never on the sources beside them.
+unexport PYTHONPATH
+export KVPLANE_EXPECT_WHEEL := 1
+
 .PHONY: help test test-fast test-slow demo lint format protos protos-check bench bench-peers clean
 
 help: ## Say what can be made
@@ -33,7 +37,7 @@ lint: dev-with-wheel ## Check style, types, import rules and protos
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/contract/consumer
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
-	$(BIN)/buf format --exit-code --diff protos > /dev/null
+	$(BIN)/buf format --exit-code --diff protos
 
 format: dev ## Format the code
 	$(BIN)/ruff format .

@@ -1,8 +1,11 @@
 """The layout that keeps wheel, editable install and type checkers in agreement."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import kvplane
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("protos", "cache_service", "compute_service", "kernels", "clients")
@@ -11,6 +14,12 @@ SOURCES = ("protos", "cache_service", "compute_service", "kernels", "clients")
 def test_no_portion_claims_the_namespace() -> None:
     """An `__init__.py` in one `*/kvplane/` would hide all other portions."""
     assert not list(ROOT.glob("*/kvplane/__init__.py"))
+
+
+def test_make_test_runs_on_the_wheel() -> None:
+    """Under `make test` every portion comes from the installed wheel."""
+    if os.environ.get("KVPLANE_EXPECT_WHEEL"):
+        assert all("site-packages" in path for path in kvplane.__path__)
 
 
 def test_every_package_is_typed() -> None:
