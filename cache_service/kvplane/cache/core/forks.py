@@ -1,0 +1,103 @@
+"""Forks: children share full committed blocks by reference and copy the partial tail (I5)."""
+
+import numpy as np
+
+from kvplane.cache.core.growth import preempt
+from kvplane.cache.core.results import Copy, Reason, SequenceState
+from kvplane.cache.core.sequences import Sequence, Status
+from kvplane.cache.core.state import PendingCopy, PoolState, StepContext
+from kvplane.wire.errors import InvalidArgumentError
+
+
+def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int) -> None:
+    """A child with all that the parent has committed and knows.
+
+    When its own tail block does not fit, or the parent does not run, the child waits with the parent's
+    tokens and is admitted like a preempted sequence.
+    """
+    columns, size = state.rows, state.config.block_tokens
+    parent = columns.record(parent_row)
+    running = columns.status[parent_row] == Status.RUNNING
+    state.arrivals += 1
+    child = Sequence(
+        sequence_id=child_id,
+        session_id=parent.session_id,
+        row=context.session.first_row + (child_id & 0xFFFF_FFFF),
+        namespace_id=parent.namespace_id,
+        read_cache=parent.read_cache,
+        write_cache=parent.write_cache,
+        max_hit_tokens=parent.max_hit_tokens,
+        extra_keys=parent.extra_keys,
+        priority=parent.priority,
+        arrival=parent.arrival if parent.ranked else state.arrivals,
+        ranked=parent.ranked,
+        prompt_tokens=parent.prompt_tokens,
+        chain=parent.chain,
+        tokens=columns.token_bytes(parent_row) if running else parent.tokens,
+    )
+    columns.open(child, Status.WAITING, context.step_id)
+    context.session.layout += 1
+    committed = int(columns.committed[parent_row])
+    full, partial = divmod(committed, size)
+    fits = state.ready and state.pool.available >= (partial > 0)
+    if not running or not fits:
+        child.waiting_reason = Reason.NO_SPACE if running else Reason.PARENT_NOT_RUNNING
+        context.changed(child_id, SequenceState.WAITING, child.waiting_reason)
+        return
+    row, first_real = child.row, int(columns.first_real[parent_row])
+    shared = columns.table(parent_row)[: full + (partial > 0)]
+    table = shared.copy()
+    state.pool.hold(shared[first_real:])
+    if partial:
+        # The reference just taken on the parent's tail block is the pin of the copy's source.
+        table[full:] = state.pool.take(1)
+    columns.start(row, table, np.frombuffer(child.tokens, np.uint32), committed, min(first_real, len(table)))
+    child.tokens = b""
+    columns.hashed[row] = columns.hashed[parent_row]
+    columns.tail[row] = columns.tail[parent_row]
+    columns.writes[row] = columns.writes[parent_row]
+    state.running += 1
+    context.changed(child_id, SequenceState.RUNNING)
+    context.put(state, row, 0)
+    if partial:
+        _copy(state, context, child, int(shared[full]), int(table[full]), partial)
+
+
+def acknowledge_copy(state: PoolState, context: StepContext, op_id: int, succeeded: bool) -> None:
+    """Unpin the source. A failed copy leaves its owner without valid bytes: it computes them again."""
+    pending = state.copies.pop(op_id)
+    state.pool.release(np.array([pending.copy.source_id], np.uint32))
+    row = pending.row
+    if state.rows.ids[row] != pending.sequence_id:
+        return
+    sequence = state.rows.record(row)
+    if op_id not in sequence.copies:
+        return
+    sequence.copies.discard(op_id)
+    if not succeeded:
+        preempt(state, context, row, row, 0, Reason.COPY_FAILED, 1)
+
+
+def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -> None:
+    """Raises `InvalidArgumentError` unless the copy is under way for this session."""
+    pending = state.copies.get(op_id)
+    if pending is None or pending.session_id != context_session:
+        raise InvalidArgumentError.of(field, f"copy {op_id} is not under way")
+
+
+def _copy(
+    state: PoolState, context: StepContext, child: Sequence, source: int, destination: int, num_slots: int
+) -> None:
+    state.last_op_id += 1
+    generation = state.columns.generation
+    copy = Copy(
+        state.last_op_id,
+        source,
+        int(generation[source]),
+        destination,
+        int(generation[destination]),
+        num_slots,
+    )
+    state.copies[copy.op_id] = PendingCopy(copy, child.row, child.sequence_id, context.session.session_id)
+    child.copies.add(copy.op_id)
+    context.copies.append(copy)

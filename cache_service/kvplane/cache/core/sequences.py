@@ -1,0 +1,219 @@
+"""Sequences: numbers that every step reads as columns by row, everything else as a record.
+
+`sequence_id = serial ‖ row`: a session's rows lie at a base of its own, so the row of the columns is
+`base + (sequence_id & 0xffffffff)`, and a finished or foreign sequence is one comparison away.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from kvplane.cache.core.arrays import I64, NO_U32, U8, U32, U64, Bools
+from kvplane.cache.core.chains import Chain
+from kvplane.cache.core.extents import Extents
+from kvplane.cache.core.results import Reason
+from kvplane.wire.digests import ExtraKey
+from kvplane.wire.identity import DIGEST_BYTES
+
+ROW_MASK = 0xFFFF_FFFF
+
+
+class Status(IntEnum):
+    """State of a row."""
+
+    FREE = 0
+    WAITING = 1
+    PREEMPTED = 2
+    RUNNING = 3
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What a step seldom needs of a sequence."""
+
+    sequence_id: int
+    session_id: int
+    row: int
+    namespace_id: int
+    read_cache: bool
+    write_cache: bool
+    max_hit_tokens: int | None
+    extra_keys: Mapping[int, tuple[ExtraKey, ...]]
+    priority: int
+    arrival: int
+    ranked: bool
+    """The client gave `arrival`; otherwise it counts first namings."""
+    prompt_tokens: int
+    chain: Chain
+    tokens: bytes = b""
+    """Known tokens, packed u32, while not running."""
+    frontier: int | None = None
+    """Index of the first prompt block that this sequence writes and nobody can hit yet."""
+    progress_seconds: float = 0.0
+    """When this sequence last committed prompt blocks."""
+    refused_at: int | None = None
+    """Admissions of the pool so far when this sequence was first refused for want of space."""
+    asked_tick: int = -1
+    """Step of the pool in which its admission was last asked for."""
+    waiting_reason: Reason = Reason.NONE
+    copies: set[int] = field(default_factory=set)
+    """Copies into this sequence's blocks that are not acknowledged."""
+
+
+class SequenceRows:
+    """Columns by row. Token counts and block counts are int64, so that no sum can wrap."""
+
+    __slots__ = (
+        "_block_tokens",
+        "arrival",
+        "base",
+        "capacity",
+        "committed",
+        "cover",
+        "extents",
+        "first_real",
+        "hashed",
+        "ids",
+        "known",
+        "namespace",
+        "priority",
+        "records",
+        "reserved_until",
+        "room",
+        "scratch",
+        "serial",
+        "session_of",
+        "status",
+        "tail",
+        "token_base",
+        "told_step",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(self, block_tokens: int, extents: Extents) -> None:
+        self._block_tokens = block_tokens
+        self.extents = extents
+        self.ids: U64 = np.zeros(0, np.uint64)
+        """Sequence id, 0 while the row is free."""
+        self.serial: I64 = np.zeros(0, np.int64)
+        """Highest serial the row has had."""
+        self.session_of: I64 = np.zeros(0, np.int64)
+        self.status: U8 = np.zeros(0, np.uint8)
+        self.told_step: I64 = np.zeros(0, np.int64)
+        """Step whose response told the last change of state."""
+        self.known: I64 = np.zeros(0, np.int64)
+        self.committed: I64 = np.zeros(0, np.int64)
+        self.cover: I64 = np.zeros(0, np.int64)
+        """Token slots of the table: its length times the block size."""
+        self.room: I64 = np.zeros(0, np.int64)
+        """Tokens that fit the row's extent."""
+        self.base: I64 = np.zeros(0, np.int64)
+        self.token_base: I64 = np.zeros(0, np.int64)
+        """Index of the first token in the extents' flat token array."""
+        self.capacity: I64 = np.zeros(0, np.int64)
+        self.hashed: I64 = np.zeros(0, np.int64)
+        """Leading blocks whose digests are known."""
+        self.tail: U8 = np.zeros((0, DIGEST_BYTES), np.uint8)
+        """Digest of block `hashed - 1`, or the root."""
+        self.first_real: I64 = np.zeros(0, np.int64)
+        """First table entry that is not null."""
+        self.reserved_until: I64 = np.zeros(0, np.int64)
+        """Table length promised at admission."""
+        self.priority: I64 = np.zeros(0, np.int64)
+        self.arrival: I64 = np.zeros(0, np.int64)
+        self.namespace: U32 = np.zeros(0, np.uint32)
+        self.writes: Bools = np.zeros(0, np.bool_)
+        """Full blocks are sealed and published."""
+        self.scratch: I64 = np.zeros(0, np.int64)
+        self.records: list[Sequence | None] = []
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` rows in all."""
+        more = rows - len(self.records)
+        if more <= 0:
+            return
+        for name in self.__slots__:
+            column = getattr(self, name)
+            if isinstance(column, np.ndarray):
+                setattr(
+                    self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)])
+                )
+        self.records += [None] * more
+
+    def record(self, row: int) -> Sequence:
+        """The record of a row that is not free."""
+        found = self.records[row]
+        assert found is not None, f"row {row} is free"
+        return found
+
+    def table(self, row: int, first: int = 0) -> U32:
+        """Table entries from index `first` on; a copy."""
+        base = int(self.base[row])
+        return self.extents.tables[base + first : base + int(self.cover[row]) // self._block_tokens].copy()
+
+    def held(self, row: int) -> U32:
+        """Blocks of the table, tail first, without nulls."""
+        return self.table(row, int(self.first_real[row]))[::-1]
+
+    def token_bytes(self, row: int) -> bytes:
+        """All known tokens of a running sequence, packed u32."""
+        first = int(self.base[row]) * self._block_tokens
+        return self.extents.tokens[first : first + int(self.known[row])].tobytes()
+
+    def set_tail(self, row: int, digest: bytes) -> None:
+        """Set the digest that the next hashed block follows."""
+        self.tail[row] = np.frombuffer(digest, np.uint8)
+
+    def open(self, sequence: Sequence, status: Status, told_step: int) -> None:
+        """Occupy the record's row."""
+        row = sequence.row
+        self.records[row] = sequence
+        self.ids[row] = sequence.sequence_id
+        self.serial[row] = sequence.sequence_id >> 32
+        self.session_of[row] = sequence.session_id
+        self.status[row] = status
+        self.told_step[row] = told_step
+        self.known[row] = len(sequence.tokens) // 4
+        self.committed[row] = 0
+        self.namespace[row] = sequence.namespace_id
+        self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
+
+    def start(self, row: int, table: U32, tokens: U32, committed: int, first_real: int) -> None:
+        """Give a row its table and tokens and let it run."""
+        size = self._block_tokens
+        base, capacity = self.extents.allocate(max(len(table), -(-len(tokens) // size)) + 1)
+        self.extents.tables[base : base + len(table)] = table
+        self.extents.tokens[base * size : base * size + len(tokens)] = tokens
+        self._place(row, base, capacity)
+        self.known[row], self.committed[row] = len(tokens), committed
+        self.cover[row], self.first_real[row] = len(table) * size, first_real
+        self.status[row] = Status.RUNNING
+
+    def ensure_room(self, row: int, num_tokens: int) -> None:
+        """Move a running row to a larger extent when `num_tokens` do not fit its own."""
+        if num_tokens <= self.room[row]:
+            return
+        entries = -(-num_tokens // self._block_tokens) + 1
+        base, capacity = self.extents.move(int(self.base[row]), int(self.capacity[row]), entries)
+        self._place(row, base, capacity)
+
+    def stop(self, row: int) -> U32:
+        """Take a row's table and extent away; returns the blocks it held, tail first."""
+        held = self.held(row) if self.status[row] == Status.RUNNING else NO_U32
+        if self.status[row] == Status.RUNNING:
+            self.extents.free(int(self.base[row]), int(self.capacity[row]))
+        self.capacity[row] = self.room[row] = self.cover[row] = self.committed[row] = 0
+        self.first_real[row] = self.hashed[row] = self.reserved_until[row] = 0
+        return held
+
+    def close(self, row: int) -> None:
+        """Free a stopped row; its serial stays."""
+        self.ids[row] = 0
+        self.status[row] = Status.FREE
+        self.records[row] = None
+
+    def _place(self, row: int, base: int, capacity: int) -> None:
+        self.base[row], self.capacity[row] = base, capacity
+        self.token_base[row], self.room[row] = base * self._block_tokens, capacity * self._block_tokens

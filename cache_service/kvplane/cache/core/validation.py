@@ -1,0 +1,361 @@
+"""A step is checked whole before anything of it is applied (I6).
+
+The check plays the step's operations through on copies of the few columns they change, so that an operation
+is judged against what the ones before it will have made of its sequence.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvplane.cache.core.arrays import I64, NO_I64, NO_U32, U8, U32, U64
+from kvplane.cache.core.forks import check_copy
+from kvplane.cache.core.requests import Admit, Lengths, Step
+from kvplane.cache.core.results import Operation
+from kvplane.cache.core.sequences import ROW_MASK, Status
+from kvplane.cache.core.sessions import Session
+from kvplane.cache.core.state import PoolState
+from kvplane.wire.errors import InvalidArgumentError
+
+_ROW_MASK = np.uint64(ROW_MASK)
+
+
+@dataclass(slots=True)
+class CheckedStep:
+    """A step's operations as rows of the columns; what had to be skipped is left out and listed."""
+
+    observed: tuple[I64, I64, U32] = (NO_I64, NO_I64, NO_U32)
+    committed: tuple[I64, I64] = (NO_I64, NO_I64)
+    rolled_back: tuple[I64, I64] = (NO_I64, NO_I64)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    """(row of the parent, sequence id of the child)"""
+    finished: I64 = field(default_factory=NO_I64.copy)
+    extended: tuple[I64, I64] = (NO_I64, NO_I64)
+    admits: list[Admit] = field(default_factory=list)
+    advance: "CheckedAdvance | None" = None
+    late: tuple[I64, U32] = (NO_I64, NO_U32)
+    """Tokens of `advance` for sequences that were preempted meanwhile: they are known nevertheless."""
+    skipped: list[tuple[Operation, list[int]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAdvance:
+    """`advance` with the columns it was checked against."""
+
+    rows: I64
+    tokens: U32
+    known: I64
+    was_committed: I64
+    committed: I64
+    num_slots: I64
+    cover: I64
+
+
+class StepCheck:
+    """The check of one step. Raises `InvalidArgumentError` naming the field; changes nothing but a memo."""
+
+    def __init__(self, state: PoolState, session: Session, step: Step) -> None:
+        self._state = state
+        self._session = session
+        self._step = step
+        self._base = session.first_row
+        self._checked = CheckedStep()
+        self._copied = False
+        """The columns below are copies that the check may change."""
+        window = slice(self._base, self._base + session.max_sequences)
+        rows = state.rows
+        self._ids: U64 = rows.ids[window]
+        self._status: U8 = rows.status[window]
+        self._known: I64 = rows.known[window]
+        self._committed: I64 = rows.committed[window]
+        self._told: I64 = rows.told_step[window]
+        self._scratch: I64 = rows.scratch[window]
+        self._cover: I64 = rows.cover[window]
+
+    def run(self) -> CheckedStep:
+        """Check all operations in the order in which they apply."""
+        step = self._step
+        if step.completed_step or step.transfers or step.drained:
+            self._check_acks()
+        lost = [ack.op_id for ack in step.transfers if not ack.succeeded]
+        others = (step.observe, step.commit, step.rollback, step.finish, step.extend)
+        if others == (None,) * 5 and not (step.forks or step.admit or lost):
+            self._check_advance()
+            return self._checked
+        self._copied = True
+        self._ids, self._status = self._ids.copy(), self._status.copy()
+        self._known, self._committed = self._known.copy(), self._committed.copy()
+        self._told = self._told.copy()
+        for op_id in lost:
+            owner = self._state.copies[op_id]
+            if self._ids[owner.row - self._base] == owner.sequence_id:
+                self._status[owner.row - self._base] = Status.PREEMPTED
+                self._told[owner.row - self._base] = step.step_id
+        self._check_observe()
+        self._check_advance()
+        self._check_commit()
+        self._check_rollback()
+        self._check_forks()
+        self._check_finish()
+        self._check_extend()
+        self._check_admit()
+        return self._checked
+
+    def _check_acks(self) -> None:
+        step, session = self._step, self._session
+        completed = session.deferred.completed_step
+        if not completed <= step.completed_step <= step.last_seen_step and step.completed_step != completed:
+            raise InvalidArgumentError.of(
+                "completed_step", f"must be between {completed} and last_seen_step {step.last_seen_step}"
+            )
+        seen: set[int] = set()
+        for index, ack in enumerate(step.transfers):
+            check_copy(self._state, session.session_id, ack.op_id, f"transfers[{index}].op_id")
+            if ack.op_id in seen:
+                raise InvalidArgumentError.of(f"transfers[{index}].op_id", "is named twice")
+            seen.add(ack.op_id)
+        for index, sequence_id in enumerate(step.drained):
+            if not session.deferred.awaits(sequence_id) or sequence_id in step.drained[:index]:
+                raise InvalidArgumentError.of(f"drained[{index}]", f"sequence {sequence_id} was not revoked")
+
+    def _check_observe(self) -> None:
+        operation = self._step.observe
+        if operation is None:
+            return
+        rows = self._rows(operation.sequence_ids, "observe.sequence_ids")
+        self._same_length("observe.counts", operation.counts, rows)
+        counts = operation.counts.astype(np.int64)
+        if len(counts) and int(counts.min()) < 1:
+            raise InvalidArgumentError.of(f"observe.counts[{int(counts.argmin())}]", "must be at least 1")
+        if int(counts.sum()) != len(operation.tokens):
+            raise InvalidArgumentError.of(
+                "observe.tokens", f"has {len(operation.tokens)} tokens for counts of {int(counts.sum())}"
+            )
+        known = self._known[rows] + counts
+        self._at_most(known, self._state.config.max_sequence_tokens, "observe.counts")
+        self._known[rows] = known
+        self._checked.observed = (rows + self._base, counts, operation.tokens)
+
+    def _check_advance(self) -> None:
+        operation = self._step.advance
+        if operation is None:
+            return
+        session, field_name = self._session, "advance.sequence_ids"
+        packed = operation.sequence_ids.tobytes()
+        tokens, committed = operation.tokens, operation.num_committed.astype(np.int64)
+        num_slots = operation.num_slots.astype(np.int64)
+        if session.decode_layout == session.layout and session.decode_ids == packed:
+            rows = session.decode_rows
+        else:
+            rows = self._rows(operation.sequence_ids, field_name)
+            if len(rows) == np.count_nonzero(self._status[rows] == Status.RUNNING):
+                session.decode_layout, session.decode_ids, session.decode_rows = session.layout, packed, rows
+        if not len(tokens) == len(committed) == len(num_slots) == len(rows):
+            for name in ("tokens", "num_committed", "num_slots"):
+                self._same_length(f"advance.{name}", getattr(operation, name), rows)
+        if rows is not session.decode_rows:
+            kept = self._running(rows, field_name, Operation.ADVANCE)
+            if kept is not None:
+                late = np.ones(len(rows), np.bool_)
+                late[kept] = False
+                self._at_most(self._known[rows[late]] + 1, self._state.config.max_sequence_tokens, field_name)
+                self._checked.late = (rows[late] + self._base, tokens[late])
+                rows, tokens, committed, num_slots = (
+                    rows[kept],
+                    tokens[kept],
+                    committed[kept],
+                    num_slots[kept],
+                )
+        known, was_committed, cover = self._known[rows], self._committed[rows], self._cover[rows]
+        bad = (committed > known) | (committed < was_committed) | (committed > cover)
+        if np.count_nonzero(bad):
+            # The token observed here may be committed here as well, which the quick test does not allow for.
+            self._between(committed, was_committed, np.minimum(known + 1, cover), "advance.num_committed")
+        if len(rows):
+            self._check_slots(num_slots, cover, "advance.num_slots")
+            if int(known.max()) >= self._state.config.max_sequence_tokens:
+                self._at_most(known + 1, self._state.config.max_sequence_tokens, "advance.tokens")
+        self._checked.advance = CheckedAdvance(
+            rows + self._base, tokens, known, was_committed, committed, num_slots, cover
+        )
+        if self._copied:
+            self._known[rows], self._committed[rows] = known + 1, committed
+
+    def _check_commit(self) -> None:
+        rows, lengths = self._lengths(self._step.commit, "commit", Operation.COMMIT)
+        limit = np.minimum(self._known[rows], self._cover[rows])
+        self._between(lengths, self._committed[rows], limit, "commit.num_tokens")
+        self._committed[rows] = lengths
+        self._checked.committed = (rows + self._base, lengths)
+
+    def _check_rollback(self) -> None:
+        rows, lengths = self._lengths(self._step.rollback, "rollback", Operation.ROLLBACK)
+        self._between(lengths, self._committed[rows], self._known[rows], "rollback.num_tokens")
+        self._known[rows] = lengths
+        self._checked.rolled_back = (rows + self._base, lengths)
+
+    def _check_forks(self) -> None:
+        for index, operation in enumerate(self._step.forks):
+            field_name = f"forks[{index}].parent_id"
+            (parent,) = self._rows(np.array([operation.parent_id], np.uint64), field_name).tolist()
+            if self._status[parent] != Status.RUNNING:
+                self._running(np.array([parent]), field_name, Operation.FORK)
+            for place, child_id in enumerate(operation.child_ids):
+                child = self._free_row(child_id, f"forks[{index}].child_ids[{place}]")
+                self._ids[child], self._status[child] = child_id, self._status[parent]
+                self._known[child], self._committed[child] = self._known[parent], self._committed[parent]
+                # Whether the child could run is not known before the answer to this step is.
+                self._told[child] = self._step.step_id
+                self._checked.forks.append((parent + self._base, child_id))
+
+    def _check_finish(self) -> None:
+        operation = self._step.finish
+        if operation is None:
+            return
+        rows = self._rows(operation.sequence_ids, "finish.sequence_ids")
+        self._same_length("finish.reasons", operation.reasons, rows)
+        self._not_advanced(rows, "finish.sequence_ids")
+        self._ids[rows], self._status[rows] = 0, Status.FREE
+        self._checked.finished = rows + self._base
+
+    def _check_extend(self) -> None:
+        rows, num_slots = self._lengths(self._step.extend, "extend", Operation.EXTEND)
+        if len(rows):
+            self._check_slots(num_slots, self._cover[rows], "extend.num_slots")
+        self._checked.extended = (rows + self._base, num_slots)
+
+    def _check_admit(self) -> None:
+        named: set[int] = set()
+        for index, admit in enumerate(self._step.admit):
+            field_name = f"admit[{index}]"
+            if admit.sequence_id in named:
+                raise InvalidArgumentError.of(f"{field_name}.sequence_id", "is named twice")
+            named.add(admit.sequence_id)
+            row = admit.sequence_id & ROW_MASK
+            if not admit.tokens:
+                self._rows(np.array([admit.sequence_id], np.uint64), f"{field_name}.sequence_id")
+                if self._status[row] == Status.RUNNING:
+                    if self._told[row] <= self._step.last_seen_step:
+                        raise InvalidArgumentError.of(f"{field_name}.sequence_id", "runs already")
+                    self._checked.skipped.append((Operation.ADMIT, [admit.sequence_id]))
+                    continue
+            else:
+                self._free_row(admit.sequence_id, f"{field_name}.sequence_id")
+                self._check_prompt(admit, field_name)
+                self._ids[row], self._status[row] = admit.sequence_id, Status.WAITING
+            if not 0 <= admit.num_slots <= self._state.config.max_sequence_tokens:
+                raise InvalidArgumentError.of(f"{field_name}.num_slots", "is longer than a sequence may be")
+            self._checked.admits.append(admit)
+
+    def _check_prompt(self, admit: Admit, field_name: str) -> None:
+        state, config = self._state, self._state.config
+        num_tokens, odd = divmod(len(admit.tokens), 4)
+        if odd:
+            raise InvalidArgumentError.of(f"{field_name}.tokens", "must be packed u32: a multiple of 4 bytes")
+        if num_tokens > config.max_sequence_tokens:
+            raise InvalidArgumentError.of(f"{field_name}.tokens", f"more than {config.max_sequence_tokens}")
+        blocks = state.rules.prompt_blocks(0, 0, -(-num_tokens // config.block_tokens))
+        usable = config.num_blocks - 1 - len(state.pool.retired)
+        if blocks > usable:
+            raise InvalidArgumentError.of(
+                f"{field_name}.tokens", f"need {blocks} blocks and can never fit a pool of {usable}"
+            )
+        root = state.namespaces.root(admit.namespace_id, f"{field_name}.namespace_id")
+        if admit.max_hit_tokens is not None and admit.max_hit_tokens < 0:
+            raise InvalidArgumentError.of(f"{field_name}.max_hit_tokens", "must not be negative")
+        if admit.chain is not None and (
+            admit.chain.root == root and len(admit.chain) > num_tokens // config.block_tokens
+        ):
+            raise InvalidArgumentError.of(f"{field_name}.chain", "is longer than the prompt")
+        for block, keys in admit.extra_keys.items():
+            if not 0 <= block < blocks or any(not 0x20 <= key.kind <= 0x2F for key in keys):
+                raise InvalidArgumentError.of(
+                    f"{field_name}.extra_keys[{block}]", "has no such block or kind"
+                )
+
+    def _lengths(self, operation: Lengths | None, name: str, kind: Operation) -> tuple[I64, I64]:
+        if operation is None:
+            return NO_I64, NO_I64
+        rows = self._rows(operation.sequence_ids, f"{name}.sequence_ids")
+        self._same_length(f"{name}.num_tokens", operation.num_tokens, rows)
+        self._not_advanced(rows, f"{name}.sequence_ids")
+        lengths = operation.num_tokens.astype(np.int64)
+        kept = self._running(rows, f"{name}.sequence_ids", kind)
+        return (rows, lengths) if kept is None else (rows[kept], lengths[kept])
+
+    def _rows(self, sequence_ids: U64, field_name: str) -> I64:
+        """Rows (in the session's window) of known sequences, each named once."""
+        rows = (sequence_ids & _ROW_MASK).astype(np.int64)
+        if len(rows) and int(rows.max()) >= len(self._ids):
+            index = int((rows >= len(self._ids)).argmax())
+            raise InvalidArgumentError.of(
+                f"{field_name}[{index}]", f"row {int(rows[index])} is not below {len(self._ids)}"
+            )
+        unknown = (self._ids[rows] != sequence_ids) | (sequence_ids == 0)
+        if np.count_nonzero(unknown):
+            index = int(unknown.argmax())
+            raise InvalidArgumentError.of(
+                f"{field_name}[{index}]", f"sequence {int(sequence_ids[index])} is unknown or finished"
+            )
+        order = np.arange(len(rows))
+        self._scratch[rows] = order
+        repeated = self._scratch[rows] != order
+        if np.count_nonzero(repeated):
+            raise InvalidArgumentError.of(f"{field_name}[{int(repeated.argmax())}]", "is named twice")
+        return rows
+
+    def _running(self, rows: I64, field_name: str, operation: Operation) -> I64 | None:
+        """Indexes of running rows, None for all; the others are skipped if the sender could not know."""
+        idle = np.flatnonzero(self._status[rows] != Status.RUNNING)
+        if not len(idle):
+            return None
+        known = self._told[rows[idle]] <= self._step.last_seen_step
+        if np.count_nonzero(known):
+            raise InvalidArgumentError.of(f"{field_name}[{int(idle[known.argmax()])}]", "does not run")
+        self._checked.skipped.append((operation, self._ids[rows[idle]].tolist()))
+        return np.setdiff1d(np.arange(len(rows)), idle, assume_unique=True)
+
+    def _free_row(self, sequence_id: int, field_name: str) -> int:
+        row, serial = sequence_id & ROW_MASK, sequence_id >> 32
+        if not 0 < sequence_id < 1 << 64 or row >= len(self._ids):
+            raise InvalidArgumentError.of(field_name, f"row {row} is not below {len(self._ids)}")
+        if self._ids[row]:
+            raise InvalidArgumentError.of(field_name, f"row {row} belongs to sequence {int(self._ids[row])}")
+        if serial <= int(self._state.rows.serial[row + self._base]):
+            raise InvalidArgumentError.of(field_name, f"serial {serial} was used before in row {row}")
+        return row
+
+    def _check_slots(self, num_slots: I64, cover: I64, field_name: str) -> None:
+        config = self._state.config
+        most = config.max_new_blocks_per_sequence * config.block_tokens
+        if int(num_slots.max()) > config.max_sequence_tokens:
+            self._at_most(num_slots, config.max_sequence_tokens, field_name)
+        if np.count_nonzero(num_slots - cover > most):
+            self._between(num_slots, np.zeros_like(cover), cover + most, field_name)
+
+    def _not_advanced(self, rows: I64, field_name: str) -> None:
+        advance = self._checked.advance
+        if advance is not None and len(common := np.intersect1d(rows + self._base, advance.rows)):
+            index = int((rows + self._base == common[0]).argmax())
+            raise InvalidArgumentError.of(f"{field_name}[{index}]", "is in advance as well")
+
+    @staticmethod
+    def _same_length(field_name: str, values: U32, rows: I64) -> None:
+        if len(values) != len(rows):
+            raise InvalidArgumentError.of(field_name, f"has {len(values)} entries for {len(rows)} sequences")
+
+    @staticmethod
+    def _at_most(values: I64, limit: int, field_name: str) -> None:
+        over = values > limit
+        if np.count_nonzero(over):
+            raise InvalidArgumentError.of(f"{field_name}[{int(over.argmax())}]", f"leads beyond {limit}")
+
+    @staticmethod
+    def _between(values: I64, low: I64, high: I64, field_name: str) -> None:
+        bad = (values < low) | (values > high)
+        if np.count_nonzero(bad):
+            at = int(bad.argmax())
+            raise InvalidArgumentError.of(
+                f"{field_name}[{at}]",
+                f"is {int(values[at])}, must be between {int(low[at])} and {int(high[at])}",
+            )
