@@ -203,8 +203,7 @@ class OpenSessionResponse(_message.Message):
     TTL_MS_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
-    FIRST_ROW_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     DEFAULT_NAMESPACE_ID_FIELD_NUMBER: _builtins.int
     LAST_APPLIED_STEP_FIELD_NUMBER: _builtins.int
     DECLARATION_REQUIRED_FIELD_NUMBER: _builtins.int
@@ -220,10 +219,8 @@ class OpenSessionResponse(_message.Message):
     """Time to live that was granted, in milliseconds."""
     resume_token: _builtins.bytes
     """Token to resume this session with. Whoever has it has the session."""
-    first_row: _builtins.int
-    """First row that this session may use for its sequences."""
-    num_rows: _builtins.int
-    """How many rows it may use."""
+    max_sequences: _builtins.int
+    """Rows for sequences that it got: the low 32 bits of a sequence id are below this."""
     default_namespace_id: _builtins.int
     """Namespace id of sequences that name none."""
     last_applied_step: _builtins.int
@@ -251,8 +248,7 @@ class OpenSessionResponse(_message.Message):
         ttl_ms: _builtins.int = ...,
         resume_token: _builtins.bytes = ...,
         pool: _types_pb2.Pool | None = ...,
-        first_row: _builtins.int = ...,
-        num_rows: _builtins.int = ...,
+        max_sequences: _builtins.int = ...,
         default_namespace_id: _builtins.int = ...,
         last_applied_step: _builtins.int = ...,
         declaration_required: _builtins.bool = ...,
@@ -261,7 +257,7 @@ class OpenSessionResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "default_namespace_id", b"default_namespace_id", "features", b"features", "first_row", b"first_row", "last_applied_step", b"last_applied_step", "lease_epoch", b"lease_epoch", "limits", b"limits", "num_rows", b"num_rows", "pool", b"pool", "resume_token", b"resume_token", "session_id", b"session_id", "stream_epoch", b"stream_epoch", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "default_namespace_id", b"default_namespace_id", "features", b"features", "last_applied_step", b"last_applied_step", "lease_epoch", b"lease_epoch", "limits", b"limits", "max_sequences", b"max_sequences", "pool", b"pool", "resume_token", b"resume_token", "session_id", b"session_id", "stream_epoch", b"stream_epoch", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,8 +165,7 @@ class ServedSession(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     LAST_GRANT_FIELD_NUMBER: _builtins.int
-    FIRST_ROW_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session."""
     lease_epoch: _builtins.int
@@ -181,9 +180,7 @@ class ServedSession(_message.Message):
     """Whether it is fenced: nothing of it runs any more and nothing will."""
     last_grant: _builtins.int
     """Newest grant applied (remote)."""
-    first_row: _builtins.int
-    """First row of its sequences."""
-    num_rows: _builtins.int
+    max_sequences: _builtins.int
     """Rows of its sequences."""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessRef]:
@@ -200,12 +197,11 @@ class ServedSession(_message.Message):
         processes: _abc.Iterable[Global___ProcessRef] | None = ...,
         fenced: _builtins.bool = ...,
         last_grant: _builtins.int = ...,
-        first_row: _builtins.int = ...,
-        num_rows: _builtins.int = ...,
+        max_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "fenced", b"fenced", "first_row", b"first_row", "last_grant", b"last_grant", "lease_epoch", b"lease_epoch", "num_rows", b"num_rows", "processes", b"processes", "session_id", b"session_id", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "fenced", b"fenced", "last_grant", b"last_grant", "lease_epoch", b"lease_epoch", "max_sequences", b"max_sequences", "processes", b"processes", "session_id", b"session_id", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,7 +699,9 @@ class ControlResponse(_message.Message):
     POOL_STATE_FIELD_NUMBER: _builtins.int
     RESIZE_SEGMENTS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Which start of the control plane sends it. A lower one than stored is refused."""
+    """Which start of the control plane sends it. A lower one than stored is refused; a higher one is stored before the
+    command is carried out.
+    """
     boot_id: _builtins.int
     """Boot the command is for. Another boot refuses it."""
     sequence: _builtins.int

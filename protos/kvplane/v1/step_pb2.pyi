@@ -163,6 +163,14 @@ class _StateReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateReas
     """The pool is not open."""
     STATE_REASON_YIELDS_TO_OLDER: _StateReason.ValueType  # 12
     """It waits so that an older, larger sequence is not starved."""
+    STATE_REASON_STEP_PREEMPTED: _StateReason.ValueType  # 13
+    """The step had to preempt; admitting in the same breath would only preempt again."""
+    STATE_REASON_NO_VICTIM: _StateReason.ValueType  # 14
+    """It is alone and does not fit: there is nobody left to yield."""
+    STATE_REASON_PARENT_NOT_RUNNING: _StateReason.ValueType  # 15
+    """The parent of a fork was not running any more."""
+    STATE_REASON_SESSION_ENDED: _StateReason.ValueType  # 16
+    """Its session ended."""
 
 class StateReason(_StateReason, metaclass=_StateReasonEnumTypeWrapper):
     """StateReason says why a sequence is in its state."""
@@ -193,6 +201,14 @@ STATE_REASON_POOL_NOT_READY: StateReason.ValueType  # 11
 """The pool is not open."""
 STATE_REASON_YIELDS_TO_OLDER: StateReason.ValueType  # 12
 """It waits so that an older, larger sequence is not starved."""
+STATE_REASON_STEP_PREEMPTED: StateReason.ValueType  # 13
+"""The step had to preempt; admitting in the same breath would only preempt again."""
+STATE_REASON_NO_VICTIM: StateReason.ValueType  # 14
+"""It is alone and does not fit: there is nobody left to yield."""
+STATE_REASON_PARENT_NOT_RUNNING: StateReason.ValueType  # 15
+"""The parent of a fork was not running any more."""
+STATE_REASON_SESSION_ENDED: StateReason.ValueType  # 16
+"""Its session ended."""
 Global___StateReason: _TypeAlias = StateReason  # noqa: Y015
 
 class _StepOperation:
@@ -282,7 +298,6 @@ class Step(_message.Message):
     LAST_SEEN_NOTICE_FIELD_NUMBER: _builtins.int
     COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
-    ACKNOWLEDGED_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_REVOCATIONS_FIELD_NUMBER: _builtins.int
     OBSERVE_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
@@ -304,10 +319,10 @@ class Step(_message.Message):
     """Newest step whose device work has completed, packed u64, one per rank of the session. Their minimum
     releases what earlier steps let go of.
     """
-    acknowledged_preemptions: _builtins.bytes
-    """Sequences whose preemption the engine has carried out (their device work is drained), packed u64."""
     acknowledged_revocations: _builtins.bytes
-    """Revocations that the engine has carried out (drained), packed u64: `revocation_id`s."""
+    """Revocations that the engine has carried out (drained), packed u64: `revocation_id`s. Preemptions of the session's
+    own sequences need no word of their own: `last_seen_step` and `completed_steps` say all.
+    """
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Ack]:
         """Ended transfers."""
@@ -352,7 +367,6 @@ class Step(_message.Message):
         last_seen_notice: _builtins.int = ...,
         completed_steps: _builtins.bytes = ...,
         acks: _abc.Iterable[_types_pb2.Ack] | None = ...,
-        acknowledged_preemptions: _builtins.bytes = ...,
         acknowledged_revocations: _builtins.bytes = ...,
         observe: Global___Observe | None = ...,
         commit: Global___Commit | None = ...,
@@ -365,7 +379,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "advance", b"advance", "commit", b"commit", "extend", b"extend", "finish", b"finish", "observe", b"observe", "rollback", b"rollback"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_preemptions", b"acknowledged_preemptions", "acknowledged_revocations", b"acknowledged_revocations", "acks", b"acks", "admit", b"admit", "advance", b"advance", "commit", b"commit", "completed_steps", b"completed_steps", "extend", b"extend", "finish", b"finish", "forks", b"forks", "last_seen_notice", b"last_seen_notice", "last_seen_step", b"last_seen_step", "observe", b"observe", "rollback", b"rollback", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_revocations", b"acknowledged_revocations", "acks", b"acks", "admit", b"admit", "advance", b"advance", "commit", b"commit", "completed_steps", b"completed_steps", "extend", b"extend", "finish", b"finish", "forks", b"forks", "last_seen_notice", b"last_seen_notice", "last_seen_step", b"last_seen_step", "observe", b"observe", "rollback", b"rollback", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -777,8 +791,8 @@ class NewSequence(_message.Message):
     ARRIVAL_RANK_FIELD_NUMBER: _builtins.int
     REQUEST_NAME_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """Identity: serial in the high 32 bits, row in the low ones. The serial always rises; a row is used again only
-    after the finish of its last sequence was answered.
+    """Identity, unique in its session: serial in the high 32 bits, row in the low ones. The serial always rises; a row is
+    used again only after the finish of its last sequence was answered.
     """
     tokens: _builtins.bytes
     """Prompt token ids, packed u32; at least one."""
@@ -799,7 +813,9 @@ class NewSequence(_message.Message):
     priority: _builtins.int
     """Priority class: a lower number yields later. 0 is the most important."""
     arrival_rank: _builtins.int
-    """Order of arrival at the engine, for ageing and for the choice of victims."""
+    """Order of arrival at the engine, for ageing and for the choice of victims. Absent: the order in which the control
+    plane first heard of it.
+    """
     request_name: _builtins.str
     """Name of the request in the engine, for logs and Explain; at most 256 bytes."""
     @_builtins.property
@@ -840,15 +856,17 @@ class NewSequence(_message.Message):
         retention: _abc.Iterable[_types_pb2.RetentionRange] | None = ...,
         hints: _types_pb2.ReuseHints | None = ...,
         priority: _builtins.int = ...,
-        arrival_rank: _builtins.int = ...,
+        arrival_rank: _builtins.int | None = ...,
         request_name: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adopt_op_id", b"adopt_op_id", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "read_cache", b"read_cache", "write_cache", b"write_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adopt_op_id", b"adopt_op_id", "arrival_rank", b"arrival_rank", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "read_cache", b"read_cache", "write_cache", b"write_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adapters", b"adapters", "adopt_op_id", b"adopt_op_id", "allow_partial", b"allow_partial", "arrival_rank", b"arrival_rank", "content", b"content", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "namespace_id", b"namespace_id", "priority", b"priority", "purpose", b"purpose", "read_cache", b"read_cache", "request_name", b"request_name", "retention", b"retention", "sequence_id", b"sequence_id", "tokens", b"tokens", "write_cache", b"write_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adapters", b"adapters", "adopt_op_id", b"adopt_op_id", "allow_partial", b"allow_partial", "arrival_rank", b"arrival_rank", "content", b"content", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "namespace_id", b"namespace_id", "priority", b"priority", "purpose", b"purpose", "read_cache", b"read_cache", "request_name", b"request_name", "retention", b"retention", "sequence_id", b"sequence_id", "tokens", b"tokens", "write_cache", b"write_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adopt_op_id: _TypeAlias = _typing.Literal["adopt_op_id"]  # noqa: Y015
     _WhichOneofArgType__adopt_op_id: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id"]  # noqa: Y015
+    _WhichOneofReturnType__arrival_rank: _TypeAlias = _typing.Literal["arrival_rank"]  # noqa: Y015
+    _WhichOneofArgType__arrival_rank: _TypeAlias = _typing.Literal["_arrival_rank", b"_arrival_rank"]  # noqa: Y015
     _WhichOneofReturnType__max_hit_tokens: _TypeAlias = _typing.Literal["max_hit_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_hit_tokens: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens"]  # noqa: Y015
     _WhichOneofReturnType__read_cache: _TypeAlias = _typing.Literal["read_cache"]  # noqa: Y015
@@ -857,6 +875,8 @@ class NewSequence(_message.Message):
     _WhichOneofArgType__write_cache: _TypeAlias = _typing.Literal["_write_cache", b"_write_cache"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__adopt_op_id) -> _WhichOneofReturnType__adopt_op_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__arrival_rank) -> _WhichOneofReturnType__arrival_rank | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hit_tokens) -> _WhichOneofReturnType__max_hit_tokens | None: ...
     @_typing.overload
@@ -886,7 +906,9 @@ class Admit(_message.Message):
     token_budget: _builtins.int
     """Most tokens to compute in first chunks, over all admitted sequences. Absent: no limit."""
     max_chunk_tokens: _builtins.bytes
-    """Longest first chunk in tokens, packed u32, one per entry of `order`; 0 for no limit. Empty: no limits."""
+    """Longest first chunk in tokens to compute (net of hits), packed u32, one per entry of `order`; 0 for no limit.
+    Empty: no limits.
+    """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that were not known before."""
@@ -980,32 +1002,6 @@ class Admitted(_message.Message):
 Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
 @_typing.final
-class Published(_message.Message):
-    """Published lists sequences whose published length grew: those tokens can be hit by others now. Parallel arrays."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    sequence_ids: _builtins.bytes
-    """Sequences, packed u64."""
-    num_tokens: _builtins.bytes
-    """Published length in tokens, packed u32."""
-    def __init__(
-        self,
-        *,
-        sequence_ids: _builtins.bytes = ...,
-        num_tokens: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence_ids", b"sequence_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Published: _TypeAlias = Published  # noqa: Y015
-
-@_typing.final
 class Skipped(_message.Message):
     """Skipped lists operations that were not applied, since the sequence had been preempted or revoked in a response
     that the sender had not seen. Parallel arrays.
@@ -1080,6 +1076,8 @@ class Preemption(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BENEFICIARY_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    BLOCKS_NEEDED_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Victim, of this session."""
     kind: Global___PreemptionKind.ValueType
@@ -1092,6 +1090,10 @@ class Preemption(_message.Message):
     """Blocks it gave, now or when its device work has completed."""
     beneficiary_sequence_id: _builtins.int
     """Sequence that needed them. Absent when it belongs to another session."""
+    candidates: _builtins.int
+    """Running sequences that the policy chose among."""
+    blocks_needed: _builtins.int
+    """Blocks that the beneficiary was short of."""
     @_builtins.property
     def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___PreemptionAlternative]:
         """Others that were considered; the nearest few."""
@@ -1106,10 +1108,12 @@ class Preemption(_message.Message):
         num_blocks: _builtins.int = ...,
         beneficiary_sequence_id: _builtins.int | None = ...,
         alternatives: _abc.Iterable[Global___PreemptionAlternative] | None = ...,
+        candidates: _builtins.int = ...,
+        blocks_needed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beneficiary_sequence_id", b"_beneficiary_sequence_id", "beneficiary_sequence_id", b"beneficiary_sequence_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beneficiary_sequence_id", b"_beneficiary_sequence_id", "alternatives", b"alternatives", "beneficiary_sequence_id", b"beneficiary_sequence_id", "cost_tokens", b"cost_tokens", "kind", b"kind", "num_blocks", b"num_blocks", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beneficiary_sequence_id", b"_beneficiary_sequence_id", "alternatives", b"alternatives", "beneficiary_sequence_id", b"beneficiary_sequence_id", "blocks_needed", b"blocks_needed", "candidates", b"candidates", "cost_tokens", b"cost_tokens", "kind", b"kind", "num_blocks", b"num_blocks", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beneficiary_sequence_id: _TypeAlias = _typing.Literal["beneficiary_sequence_id"]  # noqa: Y015
     _WhichOneofArgType__beneficiary_sequence_id: _TypeAlias = _typing.Literal["_beneficiary_sequence_id", b"_beneficiary_sequence_id"]  # noqa: Y015
@@ -1245,10 +1249,14 @@ class StepResult(_message.Message):
     STATE_CHANGES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    PUBLISHED_FIELD_NUMBER: _builtins.int
+    PUBLISHED_STEP_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Step that it answers."""
+    published_step: _builtins.int
+    """Newest step of the session whose filled blocks are all published (or refused for good): what commits up to
+    that step filled can be hit by others now.
+    """
     @_builtins.property
     def table_deltas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableDelta]:
         """Changes of block tables, one entry per group. Empty for remote sessions: theirs are in `grant`."""
@@ -1278,10 +1286,6 @@ class StepResult(_message.Message):
         """Victims of this session."""
 
     @_builtins.property
-    def published(self) -> Global___Published:
-        """Sequences of this session whose blocks were published."""
-
-    @_builtins.property
     def stats(self) -> _types_pb2.PoolStats:
         """Counters of the pool after the step."""
 
@@ -1296,12 +1300,12 @@ class StepResult(_message.Message):
         state_changes: Global___StateChanges | None = ...,
         skipped: Global___Skipped | None = ...,
         preemptions: _abc.Iterable[Global___Preemption] | None = ...,
-        published: Global___Published | None = ...,
+        published_step: _builtins.int = ...,
         stats: _types_pb2.PoolStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "grant", b"grant", "published", b"published", "skipped", b"skipped", "state_changes", b"state_changes", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "grant", b"grant", "skipped", b"skipped", "state_changes", b"state_changes", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "grant", b"grant", "preemptions", b"preemptions", "published", b"published", "skipped", b"skipped", "state_changes", b"state_changes", "stats", b"stats", "step_id", b"step_id", "table_deltas", b"table_deltas", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "grant", b"grant", "preemptions", b"preemptions", "published_step", b"published_step", "skipped", b"skipped", "state_changes", b"state_changes", "stats", b"stats", "step_id", b"step_id", "table_deltas", b"table_deltas", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

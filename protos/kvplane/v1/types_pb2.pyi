@@ -269,7 +269,7 @@ class _HitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HitReason.V
     HIT_REASON_EVICTED: _HitReason.ValueType  # 5
     """The next block was published once and evicted since."""
     HIT_REASON_READ_OFF: _HitReason.ValueType  # 6
-    """The request or the pool does not read the cache."""
+    """The request does not read the cache."""
     HIT_REASON_CAPPED: _HitReason.ValueType  # 7
     """The request's own `max_hit_tokens` ended it."""
     HIT_REASON_OTHER_GROUP: _HitReason.ValueType  # 8
@@ -278,6 +278,10 @@ class _HitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HitReason.V
     """The next block is known under another namespace or version only."""
     HIT_REASON_REMOVED: _HitReason.ValueType  # 10
     """The next block was removed by a reset, a removal or a weight update."""
+    HIT_REASON_WRITER_TOO_SLOW: _HitReason.ValueType  # 11
+    """The next block is being written by another sequence that makes no progress: it is computed here as well."""
+    HIT_REASON_CACHING_OFF: _HitReason.ValueType  # 12
+    """The pool does not cache prefixes."""
 
 class HitReason(_HitReason, metaclass=_HitReasonEnumTypeWrapper):
     """HitReason says why a prefix hit ended where it did."""
@@ -295,7 +299,7 @@ HIT_REASON_NEVER_SEEN: HitReason.ValueType  # 4
 HIT_REASON_EVICTED: HitReason.ValueType  # 5
 """The next block was published once and evicted since."""
 HIT_REASON_READ_OFF: HitReason.ValueType  # 6
-"""The request or the pool does not read the cache."""
+"""The request does not read the cache."""
 HIT_REASON_CAPPED: HitReason.ValueType  # 7
 """The request's own `max_hit_tokens` ended it."""
 HIT_REASON_OTHER_GROUP: HitReason.ValueType  # 8
@@ -304,6 +308,10 @@ HIT_REASON_OTHER_NAMESPACE: HitReason.ValueType  # 9
 """The next block is known under another namespace or version only."""
 HIT_REASON_REMOVED: HitReason.ValueType  # 10
 """The next block was removed by a reset, a removal or a weight update."""
+HIT_REASON_WRITER_TOO_SLOW: HitReason.ValueType  # 11
+"""The next block is being written by another sequence that makes no progress: it is computed here as well."""
+HIT_REASON_CACHING_OFF: HitReason.ValueType  # 12
+"""The pool does not cache prefixes."""
 Global___HitReason: _TypeAlias = HitReason  # noqa: Y015
 
 @_typing.final

@@ -80,10 +80,9 @@ NAMESPACE_ROW = np.dtype(
 
 SESSION_ROW = np.dtype(
     {
-        "names": ["flags", "ttl_ms", "session_id", "lease_epoch", "last_grant", "mode", "fenced", "first_row",
-                  "num_rows", "tenant"],
-        "formats": ["<u4", "<u4", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4", f"V{TENANT_BYTES}"],
-        "offsets": [0, 4, 8, 16, 24, 32, 36, 40, 44, 48],
+        "names": ["flags", "ttl_ms", "session_id", "lease_epoch", "last_grant", "mode", "fenced", "max_sequences", "tenant"],
+        "formats": ["<u4", "<u4", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", f"V{TENANT_BYTES}"],
+        "offsets": [0, 4, 8, 16, 24, 32, 36, 40, 48],
         "itemsize": 128,
     }
 )  # fmt: skip

@@ -190,6 +190,4 @@ class Admissions:
         if self._tokens is not None:
             self._tokens -= slots - cached
         self._context.put(state, row, 0)
-        self._context.admissions.append(
-            Admission(sequence.sequence_id, cached, slots, hit.reason, bool(resumed))
-        )
+        self._context.admissions.append(Admission(sequence.sequence_id, cached, slots, hit.reason, bool(resumed)))

@@ -15,9 +15,7 @@ from kvplane.cache.core.prefix_index import PrefixIndex
 class BlockPool:
     """Takes, holds, releases and evicts blocks; all arrays of ids are duplicate-free within a call."""
 
-    def __init__(
-        self, columns: BlockColumns, index: PrefixIndex, policy: EvictionPolicy, incarnation: int
-    ) -> None:
+    def __init__(self, columns: BlockColumns, index: PrefixIndex, policy: EvictionPolicy, incarnation: int) -> None:
         self.columns = columns
         self.index = index
         self.policy = policy
@@ -78,9 +76,7 @@ class BlockPool:
             self.policy.revived(ids[references == 0])
         columns.references[ids] = references + np.uint32(1)
         if self.quarantined:
-            self.quarantined -= int(
-                np.count_nonzero((columns.deferred[ids] == references) & (references > 0))
-            )
+            self.quarantined -= int(np.count_nonzero((columns.deferred[ids] == references) & (references > 0)))
 
     def release(self, ids: U32) -> None:
         """Drop a reference of each block, a chain's tail first: what nobody holds becomes cached or free."""
@@ -90,9 +86,7 @@ class BlockPool:
         if np.count_nonzero(references) < len(ids):
             self._unreferenced(ids[references == 0])
         if np.count_nonzero(columns.deferred[ids]):
-            self.quarantined += int(
-                np.count_nonzero((columns.deferred[ids] == references) & (references > 0))
-            )
+            self.quarantined += int(np.count_nonzero((columns.deferred[ids] == references) & (references > 0)))
 
     def defer(self, ids: U32) -> None:
         """Turn a reference of each block into a deferred one (I9)."""

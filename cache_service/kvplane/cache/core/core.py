@@ -83,16 +83,12 @@ class CacheCore:
 
     # Sessions
 
-    def open_session(
-        self, now: float, max_sequences: int = 1024, ttl_seconds: float = DEFAULT_TTL_SECONDS
-    ) -> Session:
+    def open_session(self, now: float, max_sequences: int = 1024, ttl_seconds: float = DEFAULT_TTL_SECONDS) -> Session:
         """A new session with a lease that ends `ttl_seconds` after its last message."""
         if not 1 <= max_sequences <= 1 << 20:
             raise InvalidArgumentError.of("max_sequences", "must be between 1 and 2^20")
         if not MIN_TTL_SECONDS <= ttl_seconds <= MAX_TTL_SECONDS:
-            raise InvalidArgumentError.of(
-                "ttl_seconds", f"must be between {MIN_TTL_SECONDS} and {MAX_TTL_SECONDS}"
-            )
+            raise InvalidArgumentError.of("ttl_seconds", f"must be between {MIN_TTL_SECONDS} and {MAX_TTL_SECONDS}")
         state, rows = self._state, self._state.rows
         returned = self._returned_rows.get(max_sequences)
         if returned:
@@ -223,9 +219,7 @@ class CacheCore:
             state.namespaces.raise_version(space, version)
         state.sealing.resets += 1
         columns, rows = state.columns, state.rows
-        affected = (
-            columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
-        )
+        affected = columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
         ids = np.flatnonzero(affected).astype(np.uint32)
         state.pool.unindex(ids)
         for row in np.flatnonzero(rows.status != Status.FREE).tolist():

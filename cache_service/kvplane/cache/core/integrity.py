@@ -58,9 +58,7 @@ def _check_states(state: PoolState) -> None:
     _require(len(pool.policy) == len(cached), "I1: the policy does not hold the cached blocks")
     order = getattr(pool.policy, "order", None)
     if order is not None:
-        _require(
-            sorted(order().tolist()) == cached.tolist(), "I1: the policy's order is not the cached blocks"
-        )
+        _require(sorted(order().tolist()) == cached.tolist(), "I1: the policy's order is not the cached blocks")
     _require(int(np.count_nonzero(quarantined)) == pool.quarantined, "I1: quarantined blocks are miscounted")
     held = int(np.count_nonzero(~idle & ~quarantined)) - 1
     _require(held == pool.held, f"I1: {pool.held} blocks count as held, {held} are")
@@ -74,16 +72,12 @@ def _check_index(state: PoolState) -> None:
     columns, index = state.columns, state.pool.index
     indexed = np.flatnonzero(columns.indexed).astype(np.uint32)
     _require(not columns.indexed[0], "the null block is indexed")
-    _require(
-        index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block"
-    )
+    _require(index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block")
     _require(len(index) == len(indexed), "I4: the index holds a block that is not published")
     children = Counter(columns.parent[indexed].tolist())
     for block in indexed.tolist():
         parent = int(columns.parent[block])
-        _require(
-            int(columns.children[block]) == children[block], f"I4: children of block {block} are miscounted"
-        )
+        _require(int(columns.children[block]) == children[block], f"I4: children of block {block} are miscounted")
         if state.rules.prefix_closed:
             _require(
                 bool(columns.indexed[parent]) if columns.depth[block] else parent == 0,
@@ -102,9 +96,7 @@ def _check_sequences(state: PoolState) -> None:
     rows, size = state.rows, state.config.block_tokens
     running = np.flatnonzero(rows.status == Status.RUNNING)
     _require(len(running) == state.running, "running sequences are miscounted")
-    _require(
-        bool((rows.committed[running] <= rows.known[running]).all()), "committed beyond the known tokens"
-    )
+    _require(bool((rows.committed[running] <= rows.known[running]).all()), "committed beyond the known tokens")
     _require(bool((rows.committed[running] <= rows.cover[running]).all()), "committed beyond the table")
     _require(bool((rows.cover[running] <= rows.room[running]).all()), "table beyond its extent")
     promised = np.maximum(rows.reserved_until[running] - rows.cover[running] // size, 0)

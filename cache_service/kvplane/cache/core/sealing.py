@@ -90,9 +90,7 @@ class Sealing:
         # The writer's table holds them, so a pin can neither revive nor leave quarantine.
         self.pool.columns.references[block_ids] += np.uint32(1)
         self._filled.append(
-            _Filled(
-                block_ids, previous, digests, parent_digests, depths, namespace_ids, prompt_of, self.resets
-            )
+            _Filled(block_ids, previous, digests, parent_digests, depths, namespace_ids, prompt_of, self.resets)
         )
 
     def take(self) -> SealBatch | None:
@@ -113,9 +111,7 @@ class Sealing:
             spaces = np.concatenate([part.namespace_ids for part in parts])
             digests = b"".join([part.digests for part in parts])
             parents = b"".join([part.parent_digests for part in parts])
-        batch = SealBatch(
-            self._last_id, 0, ids, self.pool.columns.generation[ids], digests, parents, depths, spaces
-        )
+        batch = SealBatch(self._last_id, 0, ids, self.pool.columns.generation[ids], digests, parents, depths, spaces)
         self._under_way[self._last_id] = _UnderWay(batch, previous, prompts, parts[0].resets)
         return batch
 

@@ -137,9 +137,7 @@ class SequenceRows:
         for name in self.__slots__:
             column = getattr(self, name)
             if isinstance(column, np.ndarray):
-                setattr(
-                    self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)])
-                )
+                setattr(self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)]))
         self.records += [None] * more
 
     def record(self, row: int) -> Sequence:

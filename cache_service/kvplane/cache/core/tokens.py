@@ -69,9 +69,7 @@ def _fill(state: PoolState, rows: I64, first: I64, end: I64, now: float) -> None
     hashed = columns.hashed[rows]
     prompt = (hashed > first).nonzero()[0]
     for index in prompt.tolist():
-        _fill_prompt(
-            state, int(rows[index]), int(first[index]), min(int(end[index]), int(hashed[index])), now
-        )
+        _fill_prompt(state, int(rows[index]), int(first[index]), min(int(end[index]), int(hashed[index])), now)
     # A sequence that fills several blocks behind its hashed ones chains them one round after the other.
     behind = end > hashed
     while np.count_nonzero(behind):
@@ -122,9 +120,7 @@ def _fill_next(state: PoolState, rows: I64, blocks: I64) -> None:
     rooted = blocks == 0
     previous = tables[entries - ~rooted]
     previous[rooted] = 0
-    state.sealing.fill(
-        tables[entries], previous, digests, parents, blocks.astype(np.uint32), columns.namespace[rows]
-    )
+    state.sealing.fill(tables[entries], previous, digests, parents, blocks.astype(np.uint32), columns.namespace[rows])
 
 
 def _expire(state: PoolState, context: StepContext, row: int, length: int) -> None:

@@ -269,9 +269,7 @@ class StepCheck:
             raise InvalidArgumentError.of(f"{field_name}.chain", "is longer than the prompt")
         for block, keys in admit.extra_keys.items():
             if not 0 <= block < blocks or any(not 0x20 <= key.kind <= 0x2F for key in keys):
-                raise InvalidArgumentError.of(
-                    f"{field_name}.extra_keys[{block}]", "has no such block or kind"
-                )
+                raise InvalidArgumentError.of(f"{field_name}.extra_keys[{block}]", "has no such block or kind")
 
     def _lengths(self, operation: Lengths | None, name: str, kind: Operation) -> tuple[I64, I64]:
         if operation is None:
