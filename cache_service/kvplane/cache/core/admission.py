@@ -39,7 +39,7 @@ class Admissions:
         if state.rows.ids[row] != admit.sequence_id:
             self._introduce(admit, row)
         sequence = state.rows.record(row)
-        refusal = self._attempt(sequence, admit.num_slots)
+        refusal = self._attempt(sequence, admit)
         sequence.asked_tick = state.tick
         sequence.waiting_reason = refusal
         if refusal == Reason.NONE:
@@ -76,7 +76,7 @@ class Admissions:
         )
         state.rows.open(sequence, Status.WAITING, self._context.step_id)
 
-    def _attempt(self, sequence: Sequence, num_slots: int) -> Reason:
+    def _attempt(self, sequence: Sequence, admit: Admit) -> Reason:
         state = self._state
         if not state.ready:
             return Reason.POOL_NOT_READY
@@ -93,7 +93,7 @@ class Admissions:
         hit = self._lookup(sequence)
         if hit is None:
             return Reason.PREFIX_PENDING
-        return self._allocate(sequence, hit, num_slots, caching and sequence.write_cache)
+        return self._allocate(sequence, hit, admit, caching and sequence.write_cache)
 
     def _behind_aged(self, sequence: Sequence) -> bool:
         state = self._state
@@ -141,14 +141,16 @@ class Admissions:
         state.pool.policy.missed(chain.digests(count, limit), evicted)
         return _Hit(blocks, first_real, HitReason.EVICTED if evicted else HitReason.NEVER_SEEN)
 
-    def _allocate(self, sequence: Sequence, hit: _Hit, num_slots: int, writes: bool) -> Reason:
+    def _allocate(self, sequence: Sequence, hit: _Hit, admit: Admit, writes: bool) -> Reason:
         state, pool, size = self._state, self._state.pool, self._state.config.block_tokens
         num_tokens, hit_blocks = len(sequence.tokens) // 4, len(hit.blocks)
         cached = hit_blocks * size
-        slots = max(num_slots or num_tokens, cached + 1)
+        slots = max(admit.num_slots or num_tokens, cached + 1)
         slots = min(slots, (hit_blocks + state.config.max_new_blocks_per_sequence) * size)
         if self._tokens is not None:
             slots = min(slots, cached + self._tokens)
+        if admit.max_chunk_tokens is not None:
+            slots = min(slots, cached + admit.max_chunk_tokens)
         total_blocks = -(-max(slots, num_tokens) // size)
         need = state.rules.prompt_blocks(hit_blocks, hit.first_real, total_blocks)
         chunk_blocks = -(-slots // size) - hit_blocks

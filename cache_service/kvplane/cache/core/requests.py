@@ -77,7 +77,7 @@ class Advance:
 class Admit:
     """A request to run a sequence: a new one with its tokens, or one refused or preempted, by id alone.
 
-    For a known sequence only `sequence_id` and `num_slots` are read.
+    For a known sequence only `sequence_id`, `num_slots` and `max_chunk_tokens` are read.
     """
 
     sequence_id: int
@@ -97,6 +97,8 @@ class Admit:
     """Class of the request: a higher number yields earlier, as in the engines."""
     arrival_rank: int | None = None
     """Order of arrival among all sequences of the pool; None: the order in which they were first named."""
+    max_chunk_tokens: int | None = None
+    """Most tokens to compute in the first chunk, net of hits."""
 
 
 @dataclass(frozen=True, slots=True)

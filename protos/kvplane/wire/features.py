@@ -1,0 +1,31 @@
+"""Features that a client may rely on. What is not named here is refused, since proto3 drops unknown fields in silence."""
+
+from collections.abc import Iterable
+
+from kvplane.wire.errors import UnsupportedFeatureError
+
+STEPS = "steps"
+"""Sessions and steps with observe, commit, rollback, fork, finish, extend, advance and admit."""
+
+SLIDING_WINDOW = "sliding_window"
+"""Cache groups of kind SlidingWindow."""
+
+CONTENT_SPANS = "content_spans"
+"""Extra keys for content besides tokens."""
+
+BUILT = frozenset({STEPS, SLIDING_WINDOW, CONTENT_SPANS})
+"""What this release has built."""
+
+
+def require(required: Iterable[str]) -> None:
+    """Raises `UnsupportedFeatureError` that names the first feature which is unknown or not built."""
+    for feature in required:
+        if feature not in BUILT:
+            raise UnsupportedFeatureError(
+                f"feature {feature!r} is unknown to this server or not built", metadata={"feature": feature}
+            )
+
+
+def refuse(feature: str, field: str) -> UnsupportedFeatureError:
+    """The error for a field whose behaviour is not built: never ignored, never a fake success."""
+    return UnsupportedFeatureError(f"{field}: {feature} is not built", metadata={"feature": feature, "field": field})
