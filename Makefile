@@ -59,6 +59,7 @@ bench: dev-with-wheel ## Run all benchmarks (QUICK=1: a smoke run)
 	  echo "== $$script"; $(BIN)/python $$script $(if $(QUICK),--quick); done
 
 bench-peers: ## Build the environments of peers that benchmarks compare with
+	@test -n "$(wildcard constraints/peer-*.txt)" || { echo "no peer is pinned in constraints/peer-*.txt"; exit 1; }
 	$(ENV) $(patsubst constraints/%.txt,%,$(wildcard constraints/peer-*.txt))
 
 .PHONY: dev dev-with-wheel

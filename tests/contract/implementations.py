@@ -63,19 +63,23 @@ def served_by(rpc: str) -> list[str]:
 
 
 def called_by(rpc: str) -> list[str]:
-    """`module:qualname` of every function of the client that names an RPC's stub method."""
-    method = rpc.partition("/")[2]
-    return [where for module in modules() if module.__name__.startswith("kvplane.client")
-            for where in _mentions(module, method)]  # fmt: skip
+    """`module:qualname` of every function that calls an RPC on a stub: of the client, or, for the registry that compute
+    services dial into, of the compute service."""
+    service, _, method = rpc.partition("/")
+    caller = "kvplane.compute" if service.endswith("PoolRegistryService") else "kvplane.client"
+    return [where for module in modules() if module.__name__.startswith(caller)
+            for where in _calls(module, method)]  # fmt: skip
 
 
-def _mentions(module: ModuleType, method: str) -> Iterator[str]:
+def _calls(module: ModuleType, method: str) -> Iterator[str]:
     def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield from walk(child, (*path, child.name))
                 continue
-            if isinstance(child, ast.Attribute) and child.attr == method and path:
+            # A stub's method is an attribute of something called a stub; message classes of the same name are not.
+            stub = isinstance(child, ast.Attribute) and child.attr == method and "stub" in ast.unparse(child.value)
+            if stub and path:
                 yield f"{module.__name__}:{'.'.join(path)}"
             yield from walk(child, path)
 
@@ -108,5 +112,6 @@ def resolve(where: str) -> Callable[..., object]:
 
 
 def streams_answers(function: Callable[..., object]) -> bool:
-    """Whether a servicer method answers with a stream."""
-    return inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function)
+    """Whether a servicer method answers with a stream: it yields, or it writes to its context."""
+    yields = inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function)
+    return yields or "context.write" in inspect.getsource(function)

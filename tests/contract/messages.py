@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
-MAX_DEPTH = 4
+MAX_DEPTH = 7
 """Messages nested deeper than this stay empty."""
 
 _EDGES_32 = [0, 1, 2, 7, 16, 2**16, 2**31, 2**32 - 1]
@@ -22,16 +22,16 @@ _EDGES_64 = [*_EDGES_32, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
 
 
 def _packed(code: str, edges: list[int]) -> st.SearchStrategy[bytes]:
-    return st.lists(st.sampled_from(edges), max_size=4).map(
-        lambda values: struct.pack(f"<{len(values)}{code}", *values)
-    )
+    # Mostly one element: parallel arrays then have the same length, and get past the length checks.
+    one, some = (st.lists(st.sampled_from(edges), min_size=low, max_size=high) for low, high in ((1, 1), (0, 4)))
+    return st.one_of(one, some).map(lambda values: struct.pack(f"<{len(values)}{code}", *values))
 
 
-def packed_bytes() -> st.SearchStrategy[bytes]:
-    """Bytes as they stand in `bytes` fields: packed arrays, digests, and garbage."""
-    return st.one_of(
-        st.just(b""), _packed("I", _EDGES_32), _packed("Q", _EDGES_64), st.just(bytes(32)), st.binary(max_size=9)
-    )
+def packed_bytes(name: str) -> st.SearchStrategy[bytes]:
+    """Bytes as they stand in a field of that name: packed arrays, digests, and garbage."""
+    wide = name.endswith(("_ids", "order", "generations", "completed_steps", "revocations", "parents"))
+    likely = _packed("Q", _EDGES_64) if wide and name != "block_ids" else _packed("I", _EDGES_32)
+    return st.one_of(likely, likely, st.just(b""), _packed("Q", _EDGES_64), st.just(bytes(32)), st.binary(max_size=9))
 
 
 def _scalars() -> dict[int, st.SearchStrategy[object]]:
@@ -39,7 +39,6 @@ def _scalars() -> dict[int, st.SearchStrategy[object]]:
     signed_32, signed_64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
     return {
         FieldDescriptor.TYPE_BOOL: st.booleans(),
-        FieldDescriptor.TYPE_BYTES: packed_bytes(),
         FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
         FieldDescriptor.TYPE_FIXED32: unsigned_32,
         FieldDescriptor.TYPE_FIXED64: unsigned_64,
@@ -65,6 +64,8 @@ def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[object]:
     if field.enum_type is not None:
         numbers = [value.number for value in field.enum_type.values]
         return st.sampled_from([*numbers, 999])
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return packed_bytes(field.name)
     return _SCALARS[field.type]
 
 

@@ -153,6 +153,21 @@ def test_a_field_cut_short_is_refused() -> None:
             list(tlv.fields(whole[:length]))
 
 
+@pytest.mark.parametrize(("parent", "tokens"), [(bytes(31), b""), (bytes(32), bytes(6)), (bytes(33), bytes(8))])
+def test_what_would_encode_ambiguously_is_refused(parent: bytes, tokens: bytes) -> None:
+    """Parents are 32 bytes and tokens whole."""
+    with pytest.raises(ValueError, match="parent of"):
+        digests.block_digest(Digest(parent), tokens)
+
+
+def test_an_adapter_span_is_a_key_of_its_own_kind() -> None:
+    """Clients cannot give the kind that stands for adapters, and both names count, each by itself."""
+    assert digests.ExtraKeyKind.ADAPTER not in digests.CONTENT_KINDS
+    assert len({digests.adapter_content(*names) for names in (("ab", ""), ("a", "b"), ("", "ab"))}) == 3
+    expected = hashlib.sha256(lv(0x50, b"legal") + lv(0x51, b"3")).digest()
+    assert digests.adapter_content("legal", "3") == expected
+
+
 def test_an_extra_key_of_a_reserved_kind_is_refused() -> None:
     """Tags of tokens and parents cannot be taken by content."""
     with pytest.raises(ValueError, match="0x30 is outside"):

@@ -77,6 +77,13 @@ def test_a_foreign_reason_keeps_the_code() -> None:
     assert type(status.from_status(foreign)) is errors.NotFoundError
 
 
+def test_a_malformed_detail_is_left_out() -> None:
+    """A server that sends garbage as a detail still gets its code across."""
+    broken = status.to_status(errors.LimitExceededError("full"))
+    broken.details[0].value = b"\xff\xff"
+    assert type(status.from_status(broken)) is errors.LimitExceededError
+
+
 def test_ok_is_no_error() -> None:
     """Asking for the error of a success is a bug of the caller."""
     with pytest.raises(ValueError, match="OK"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.v1.step_pb2 import Grant, GrantBody
-from kvplane.wire import directory, errors, grants, limits, options, packed, stamps
+from kvplane.wire import directory, errors, grants, limits, options, packed, stamps, tables
 from kvplane.wire.identity import ModelIdentity
 
 KEY = bytes(range(32))
@@ -39,6 +39,22 @@ def test_values_that_do_not_fit_are_not_wrapped(value: int) -> None:
     """A Python integer out of range is an error, never another token."""
     with pytest.raises(OverflowError):
         packed.pack_u32([value])
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        (np.array([-1]), OverflowError),
+        (np.array([2**32 + 5]), OverflowError),
+        (np.array([1.7]), TypeError),
+        ([1.7], TypeError),
+    ],
+)
+def test_numpy_does_not_wrap_either(values: list[float] | np.ndarray, error: type[Exception]) -> None:
+    """An array of another type is checked before it is cast."""
+    with pytest.raises(error):
+        packed.pack_u32(values)
+    assert packed.pack_u32(np.array([5], np.int64)) == packed.pack_u32([5])
 
 
 @given(st.binary(max_size=40), st.integers(0, 255), st.integers(0, 31))
@@ -165,23 +181,74 @@ def test_an_identity_that_does_not_fit_is_refused() -> None:
         directory.format_directory(memoryview(bytearray(spec.num_bytes)), spec)
 
 
+def test_a_zero_row_never_counts() -> None:
+    """Zeroed memory with a stray flag is not a sealed block."""
+    rows = np.zeros(2, directory.BLOCK_ROW)
+    rows["flags"] = 1
+    assert not directory.sealed_mask(rows, np.zeros(2, np.uint64)).any()
+
+
+def test_a_new_model_is_selected_last() -> None:
+    """A writer that dies while it replaces the identity leaves the old one."""
+    memory, view, _ = sealed_directory()
+    old = view.model_identity
+    selector = int(view.header["model_slot"][0])
+    view.put_model(b"new")
+    assert view.model_identity == b"new"
+    view.header["model_slot"][0] = selector
+    assert directory.open_directory(memoryview(memory)).model_identity == old
+
+
+def test_namespace_rows_never_fall_back() -> None:
+    """Versions only rise; a removed row is free again; a full table says so; half a row is none."""
+    _, view, _ = sealed_directory()
+    rows = view.namespaces
+    tables.put_namespace(rows, 3, 7, bytes(32), "tenant", b"identity")
+    tables.put_namespace(rows, 3, 6, bytes(range(32)), "tenant", b"identity")
+    assert (int(rows["version"][0]), rows["root"][0].tobytes()) == (7, bytes(32))
+    tables.put_namespace(rows, 3, 8, bytes(range(32)), "tenant", b"identity")
+    assert (int(rows["version"][0]), rows["root"][0].tobytes()) == (8, bytes(range(32)))
+    assert (tables.text(rows, 0, "tenant"), tables.text(rows, 0, "identity")) == (b"tenant", b"identity")
+    rows["namespace_id"][1] = 9  # written by somebody who died before the flag
+    assert tables.find(rows, namespace_id=9) is None
+    for number in range(4, 7):
+        tables.put_namespace(rows, number, 1, bytes(32), "", b"")
+    with pytest.raises(errors.LimitExceededError, match="namespaces are full"):
+        tables.put_namespace(rows, 9, 1, bytes(32), "", b"")
+    tables.remove(rows, 0)
+    assert tables.used(rows) == [1, 2, 3]
+    tables.put_namespace(rows, 9, 1, bytes(32), "", b"")
+    assert tables.find(rows, namespace_id=9) == 0
+    with pytest.raises(ValueError, match="do not fit"):
+        tables.padded(bytes(5), 4)
+
+
 def test_generations_carry_their_incarnation() -> None:
     """incarnation ‖ counter."""
     assert stamps.generation(3, 5) == 0x0000000300000005
     assert stamps.incarnation_of(stamps.generation(2**32 - 1, stamps.COUNTER_MAX)) == 2**32 - 1
 
 
+async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+    """What came."""
+    return request
+
+
+ECHO = grpc.unary_unary_rpc_method_handler(echo)
+
+
 async def ports_and_limits() -> tuple[bool, grpc.StatusCode]:
     """Whether a second server could bind the same port, and what an oversized message got."""
     first, second = (grpc.aio.server(options=options.server_options()) for _ in range(2))
-    first.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("kvplane.v1.CacheService", {})])
+    first.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("kvplane.v1.CacheService", {"Lookup": ECHO})])
     port = first.add_insecure_port("127.0.0.1:0")
     try:
         shared = second.add_insecure_port(f"127.0.0.1:{port}") != 0
     except RuntimeError:
         shared = False
     await first.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options.channel_options()) as channel:
+    unlimited = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/kvplane.v1.CacheService/Lookup")
         try:
             await call(bytes(limits.MESSAGE_BYTES + 1), timeout=30)

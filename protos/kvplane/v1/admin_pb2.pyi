@@ -104,37 +104,39 @@ class RemovePrefixRequest(_message.Message):
 
     POOL_ID_FIELD_NUMBER: _builtins.int
     NAMESPACE_ID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     ONLY_PREFIX_FIELD_NUMBER: _builtins.int
     ZEROIZE_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool."""
     namespace_id: _builtins.int
-    """Namespace."""
-    tokens: _builtins.bytes
-    """Token ids, packed u32; whole blocks count."""
+    """Namespace that a digest is looked for in."""
     digest: _builtins.bytes
     """Digest of the last block of the prefix, 32 bytes."""
     only_prefix: _builtins.bool
     """Remove this prefix alone and tell every shard to void its rows, instead of raising the namespace's version."""
     zeroize: _builtins.bool
     """Overwrite the bytes with zeros once nobody holds them."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.Prompt:
+        """A prompt; whole blocks count."""
+
     def __init__(
         self,
         *,
         pool_id: _builtins.str = ...,
         namespace_id: _builtins.int = ...,
-        tokens: _builtins.bytes = ...,
+        prompt: _types_pb2.Prompt | None = ...,
         digest: _builtins.bytes = ...,
         only_prefix: _builtins.bool = ...,
         zeroize: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "prefix", b"prefix", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "namespace_id", b"namespace_id", "only_prefix", b"only_prefix", "pool_id", b"pool_id", "prefix", b"prefix", "tokens", b"tokens", "zeroize", b"zeroize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "namespace_id", b"namespace_id", "only_prefix", b"only_prefix", "pool_id", b"pool_id", "prefix", b"prefix", "prompt", b"prompt", "zeroize", b"zeroize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["tokens", "digest"]  # noqa: Y015
+    _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["prompt", "digest"]  # noqa: Y015
     _WhichOneofArgType_prefix: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prefix) -> _WhichOneofReturnType_prefix | None: ...
 

@@ -26,15 +26,15 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/attach.proto\x12\nkvplane.v1\x1a\x17google/rpc/status.proto\x1a\x16kvplane/v1/types.proto\"8\n\x0b\x41ttachHello\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11required_features\x18\x02 \x03(\t\"z\n\x0cMemoryHandle\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvplane.v1.MemoryKind\x12\x18\n\x10\x64\x65scriptor_index\x18\x02 \x01(\r\x12\x17\n\x0f\x63uda_ipc_handle\x18\x03 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\xf0\x01\n\x0f\x41ttachedSegment\x12(\n\x07segment\x18\x01 \x01(\x0b\x32\x17.kvplane.v1.SegmentSpec\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.kvplane.v1.TensorRole\x12\x14\n\x0chandle_index\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12#\n\x05\x64type\x18\x07 \x01(\x0e\x32\x14.kvplane.v1.DataType\x12\r\n\x05shape\x18\x08 \x03(\x04\x12\x15\n\rstrides_bytes\x18\t \x03(\x04\"\xb9\x02\n\x0b\x41ttachReply\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12)\n\x07handles\x18\x02 \x03(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12-\n\x08segments\x18\x03 \x03(\x0b\x32\x1b.kvplane.v1.AttachedSegment\x12\x18\n\x10\x64irectory_handle\x18\x04 \x01(\r\x12\x15\n\rstamps_handle\x18\x05 \x01(\r\x12\x17\n\x0fhold_map_handle\x18\x06 \x01(\r\x12\x12\n\npool_epoch\x18\x07 \x01(\x04\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\t \x01(\x04\x12\x10\n\x08\x61rena_id\x18\n \x01(\r\x12\x16\n\x0e\x63uda_ipc_event\x18\x0b \x01(\x0c\"z\n\x0c\x41ttachNotice\x12-\n\x0blease_ended\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.LeaseEndedH\x00\x12\x31\n\rpool_released\x18\x02 \x01(\x0b\x32\x18.kvplane.v1.PoolReleasedH\x00\x42\x08\n\x06notice\"!\n\nLeaseEnded\x12\x13\n\x0blease_epoch\x18\x01 \x01(\x04\"\"\n\x0cPoolReleased\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\"$\n\rAttachDrained\x12\x13\n\x0blease_epoch\x18\x01 \x01(\x04*d\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1bMEMORY_KIND_FILE_DESCRIPTOR\x10\x01\x12\x18\n\x14MEMORY_KIND_CUDA_IPC\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/attach.proto\x12\nkvplane.v1\x1a\x17google/rpc/status.proto\x1a\x16kvplane/v1/types.proto\"8\n\x0b\x41ttachHello\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11required_features\x18\x02 \x03(\t\"z\n\x0cMemoryHandle\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvplane.v1.MemoryKind\x12\x18\n\x10\x64\x65scriptor_index\x18\x02 \x01(\r\x12\x17\n\x0f\x63uda_ipc_handle\x18\x03 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\xf0\x01\n\x0f\x41ttachedSegment\x12(\n\x07segment\x18\x01 \x01(\x0b\x32\x17.kvplane.v1.SegmentSpec\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.kvplane.v1.TensorRole\x12\x14\n\x0chandle_index\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12#\n\x05\x64type\x18\x07 \x01(\x0e\x32\x14.kvplane.v1.DataType\x12\r\n\x05shape\x18\x08 \x03(\x04\x12\x15\n\rstrides_bytes\x18\t \x03(\x04\"\xb9\x02\n\x0b\x41ttachReply\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12)\n\x07handles\x18\x02 \x03(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12-\n\x08segments\x18\x03 \x03(\x0b\x32\x1b.kvplane.v1.AttachedSegment\x12\x18\n\x10\x64irectory_handle\x18\x04 \x01(\r\x12\x15\n\rstamps_handle\x18\x05 \x01(\r\x12\x17\n\x0fhold_map_handle\x18\x06 \x01(\r\x12\x12\n\npool_epoch\x18\x07 \x01(\x04\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\t \x01(\x04\x12\x10\n\x08\x61rena_id\x18\n \x01(\r\x12\x16\n\x0e\x63uda_ipc_event\x18\x0b \x01(\x0c\"t\n\x0f\x41ttachToService\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvplane.v1.AttachHelloH\x00\x12,\n\x07\x64rained\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.AttachDrainedH\x00\x42\t\n\x07message\"\xa8\x01\n\x0f\x41ttachToProcess\x12(\n\x05reply\x18\x01 \x01(\x0b\x32\x17.kvplane.v1.AttachReplyH\x00\x12-\n\x0blease_ended\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.LeaseEndedH\x00\x12\x31\n\rpool_released\x18\x03 \x01(\x0b\x32\x18.kvplane.v1.PoolReleasedH\x00\x42\t\n\x07message\"!\n\nLeaseEnded\x12\x13\n\x0blease_epoch\x18\x01 \x01(\x04\"\"\n\x0cPoolReleased\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\"$\n\rAttachDrained\x12\x13\n\x0blease_epoch\x18\x01 \x01(\x04*d\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1bMEMORY_KIND_FILE_DESCRIPTOR\x10\x01\x12\x18\n\x14MEMORY_KIND_CUDA_IPC\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.attach_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMORYKIND']._serialized_start=1062
-  _globals['_MEMORYKIND']._serialized_end=1162
+  _globals['_MEMORYKIND']._serialized_start=1227
+  _globals['_MEMORYKIND']._serialized_end=1327
   _globals['_ATTACHHELLO']._serialized_start=88
   _globals['_ATTACHHELLO']._serialized_end=144
   _globals['_MEMORYHANDLE']._serialized_start=146
@@ -43,12 +43,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHEDSEGMENT']._serialized_end=511
   _globals['_ATTACHREPLY']._serialized_start=514
   _globals['_ATTACHREPLY']._serialized_end=827
-  _globals['_ATTACHNOTICE']._serialized_start=829
-  _globals['_ATTACHNOTICE']._serialized_end=951
-  _globals['_LEASEENDED']._serialized_start=953
-  _globals['_LEASEENDED']._serialized_end=986
-  _globals['_POOLRELEASED']._serialized_start=988
-  _globals['_POOLRELEASED']._serialized_end=1022
-  _globals['_ATTACHDRAINED']._serialized_start=1024
-  _globals['_ATTACHDRAINED']._serialized_end=1060
+  _globals['_ATTACHTOSERVICE']._serialized_start=829
+  _globals['_ATTACHTOSERVICE']._serialized_end=945
+  _globals['_ATTACHTOPROCESS']._serialized_start=948
+  _globals['_ATTACHTOPROCESS']._serialized_end=1116
+  _globals['_LEASEENDED']._serialized_start=1118
+  _globals['_LEASEENDED']._serialized_end=1151
+  _globals['_POOLRELEASED']._serialized_start=1153
+  _globals['_POOLRELEASED']._serialized_end=1187
+  _globals['_ATTACHDRAINED']._serialized_start=1189
+  _globals['_ATTACHDRAINED']._serialized_end=1225
 # @@protoc_insertion_point(module_scope)

@@ -3,7 +3,7 @@
 isort:skip_file
 Messages of the attach socket: a Unix stream socket of the compute service on which descriptors are passed.
 
-Framing: each message is preceded by its length as a little-endian u32; at most 1 MiB. Descriptors (SCM_RIGHTS)
+Framing: each message (AttachToService one way, AttachToProcess the other) is preceded by its length as a little-endian u32; at most 1 MiB. Descriptors (SCM_RIGHTS)
 come with the first byte of the message that counts them. A connection carries one process of one session; when it
 closes, the process counts as detached, and its hold map stays in force until the process is gone.
 """
@@ -243,13 +243,50 @@ class AttachReply(_message.Message):
 Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
 
 @_typing.final
-class AttachNotice(_message.Message):
-    """AttachNotice comes from the compute service while the connection lasts."""
+class AttachToService(_message.Message):
+    """AttachToService is every message of a process to the compute service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HELLO_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___AttachHello:
+        """The first message."""
+
+    @_builtins.property
+    def drained(self) -> Global___AttachDrained:
+        """The process has stopped launching, and all it launched has completed."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___AttachHello | None = ...,
+        drained: Global___AttachDrained | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "drained"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___AttachToService: _TypeAlias = AttachToService  # noqa: Y015
+
+@_typing.final
+class AttachToProcess(_message.Message):
+    """AttachToProcess is every message of the compute service to a process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLY_FIELD_NUMBER: _builtins.int
     LEASE_ENDED_FIELD_NUMBER: _builtins.int
     POOL_RELEASED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reply(self) -> Global___AttachReply:
+        """The answer to the hello."""
+
     @_builtins.property
     def lease_ended(self) -> Global___LeaseEnded:
         """The lease ended: launch nothing, wait for what runs, then send AttachDrained."""
@@ -261,18 +298,19 @@ class AttachNotice(_message.Message):
     def __init__(
         self,
         *,
+        reply: Global___AttachReply | None = ...,
         lease_ended: Global___LeaseEnded | None = ...,
         pool_released: Global___PoolReleased | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ended", b"lease_ended", "notice", b"notice", "pool_released", b"pool_released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ended", b"lease_ended", "message", b"message", "pool_released", b"pool_released", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ended", b"lease_ended", "notice", b"notice", "pool_released", b"pool_released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ended", b"lease_ended", "message", b"message", "pool_released", b"pool_released", "reply", b"reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_notice: _TypeAlias = _typing.Literal["lease_ended", "pool_released"]  # noqa: Y015
-    _WhichOneofArgType_notice: _TypeAlias = _typing.Literal["notice", b"notice"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_notice) -> _WhichOneofReturnType_notice | None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reply", "lease_ended", "pool_released"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___AttachNotice: _TypeAlias = AttachNotice  # noqa: Y015
+Global___AttachToProcess: _TypeAlias = AttachToProcess  # noqa: Y015
 
 @_typing.final
 class LeaseEnded(_message.Message):

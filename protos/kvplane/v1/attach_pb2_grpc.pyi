@@ -3,7 +3,7 @@
 isort:skip_file
 Messages of the attach socket: a Unix stream socket of the compute service on which descriptors are passed.
 
-Framing: each message is preceded by its length as a little-endian u32; at most 1 MiB. Descriptors (SCM_RIGHTS)
+Framing: each message (AttachToService one way, AttachToProcess the other) is preceded by its length as a little-endian u32; at most 1 MiB. Descriptors (SCM_RIGHTS)
 come with the first byte of the message that counts them. A connection carries one process of one session; when it
 closes, the process counts as detached, and its hold map stays in force until the process is gone.
 """

@@ -8,7 +8,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from google.rpc import status_pb2 as _status_pb2
 from kvplane.v1 import step_pb2 as _step_pb2
 from kvplane.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -21,30 +20,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _SessionMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _SessionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SESSION_MODE_UNSPECIFIED: _SessionMode.ValueType  # 0
-    """Not set: refused."""
-    SESSION_MODE_ATTACHED: _SessionMode.ValueType  # 1
-    """The engine maps the pool and is trusted with all of it."""
-    SESSION_MODE_REMOTE: _SessionMode.ValueType  # 2
-    """The compute services execute for the engine, on granted tables only."""
-
-class SessionMode(_SessionMode, metaclass=_SessionModeEnumTypeWrapper):
-    """SessionMode says how an engine reaches the bytes."""
-
-SESSION_MODE_UNSPECIFIED: SessionMode.ValueType  # 0
-"""Not set: refused."""
-SESSION_MODE_ATTACHED: SessionMode.ValueType  # 1
-"""The engine maps the pool and is trusted with all of it."""
-SESSION_MODE_REMOTE: SessionMode.ValueType  # 2
-"""The compute services execute for the engine, on granted tables only."""
-Global___SessionMode: _TypeAlias = SessionMode  # noqa: Y015
 
 class _CutReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -93,7 +68,7 @@ class _DigestFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DigestForm
     DIGEST_FORM_FULL: _DigestForm.ValueType  # 1
     """All 32 bytes."""
     DIGEST_FORM_LOW_64: _DigestForm.ValueType  # 2
-    """The low 64 bits, little-endian, for indexers that truncate."""
+    """The last 8 of the 32 bytes, as they stand: the low 64 bits of the big-endian number, for indexers that truncate."""
 
 class DigestForm(_DigestForm, metaclass=_DigestFormEnumTypeWrapper):
     """DigestForm says how digests go out."""
@@ -103,7 +78,7 @@ DIGEST_FORM_UNSPECIFIED: DigestForm.ValueType  # 0
 DIGEST_FORM_FULL: DigestForm.ValueType  # 1
 """All 32 bytes."""
 DIGEST_FORM_LOW_64: DigestForm.ValueType  # 2
-"""The low 64 bits, little-endian, for indexers that truncate."""
+"""The last 8 of the 32 bytes, as they stand: the low 64 bits of the big-endian number, for indexers that truncate."""
 Global___DigestForm: _TypeAlias = DigestForm  # noqa: Y015
 
 @_typing.final
@@ -125,7 +100,7 @@ class OpenSessionRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool to use."""
-    mode: Global___SessionMode.ValueType
+    mode: _types_pb2.SessionMode.ValueType
     """How the engine reaches the bytes."""
     ttl_ms: _builtins.int
     """Time to live without a message, in milliseconds, 2,000–300,000. Absent: 10,000."""
@@ -163,7 +138,7 @@ class OpenSessionRequest(_message.Message):
         pool_id: _builtins.str = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         model: _types_pb2.ModelIdentity | None = ...,
-        mode: Global___SessionMode.ValueType = ...,
+        mode: _types_pb2.SessionMode.ValueType = ...,
         ttl_ms: _builtins.int | None = ...,
         num_ranks: _builtins.int | None = ...,
         max_sequences: _builtins.int | None = ...,
@@ -209,6 +184,7 @@ class OpenSessionResponse(_message.Message):
     DECLARATION_REQUIRED_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Identity of the session, unique for ever."""
     lease_epoch: _builtins.int
@@ -227,6 +203,8 @@ class OpenSessionResponse(_message.Message):
     """Newest step that was applied (resume). 0: none."""
     declaration_required: _builtins.bool
     """Whether the stream must begin with a declaration, since the control plane was restarted."""
+    session_secret: _builtins.bytes
+    """Secret that the engine shows to compute services, 32 bytes: an id and an epoch alone prove nothing."""
     @_builtins.property
     def pool(self) -> _types_pb2.Pool:
         """The pool as it is now."""
@@ -254,10 +232,11 @@ class OpenSessionResponse(_message.Message):
         declaration_required: _builtins.bool = ...,
         limits: Global___Limits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
+        session_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "default_namespace_id", b"default_namespace_id", "features", b"features", "last_applied_step", b"last_applied_step", "lease_epoch", b"lease_epoch", "limits", b"limits", "max_sequences", b"max_sequences", "pool", b"pool", "resume_token", b"resume_token", "session_id", b"session_id", "stream_epoch", b"stream_epoch", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "default_namespace_id", b"default_namespace_id", "features", b"features", "last_applied_step", b"last_applied_step", "lease_epoch", b"lease_epoch", "limits", b"limits", "max_sequences", b"max_sequences", "pool", b"pool", "resume_token", b"resume_token", "session_id", b"session_id", "session_secret", b"session_secret", "stream_epoch", b"stream_epoch", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,67 +372,45 @@ class DeclaredSequence(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMMITTED_FIELD_NUMBER: _builtins.int
+    GROUP_COMMITTED_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
-    NAMESPACE_ID_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    ADAPTERS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    WRITE_CACHE_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    ARRIVAL_RANK_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Identity."""
-    tokens: _builtins.bytes
-    """All known token ids, packed u32."""
+    num_prompt_tokens: _builtins.int
+    """How many of the tokens are its prompt."""
     num_committed: _builtins.int
     """Length in tokens up to which KV is written."""
-    namespace_id: _builtins.int
-    """Namespace."""
     state: _step_pb2.SequenceState.ValueType
-    """Its state: RUNNING, WAITING or PREEMPTED."""
-    write_cache: _builtins.bool
-    """Whether its blocks are published. Absent: true."""
-    priority: _builtins.int
-    """Priority class."""
-    arrival_rank: _builtins.int
-    """Order of arrival."""
+    """Where it is in its life."""
+    @_builtins.property
+    def sequence(self) -> _step_pb2.NewSequence:
+        """The sequence as it was introduced, except that `tokens` holds all token ids known by now."""
+
+    @_builtins.property
+    def group_committed(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.GroupCounts]:
+        """Other lengths for single groups. A group without an entry takes the length above."""
+
     @_builtins.property
     def table(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
-        """Its table, one list per group."""
-
-    @_builtins.property
-    def content(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ContentSpan]:
-        """Content besides tokens."""
-
-    @_builtins.property
-    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterSpan]:
-        """Parts computed under other adapters."""
+        """Its table, one list per group and segment."""
 
     def __init__(
         self,
         *,
-        sequence_id: _builtins.int = ...,
-        tokens: _builtins.bytes = ...,
+        sequence: _step_pb2.NewSequence | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
         num_committed: _builtins.int = ...,
+        group_committed: _abc.Iterable[_step_pb2.GroupCounts] | None = ...,
         table: _abc.Iterable[_types_pb2.BlockList] | None = ...,
-        namespace_id: _builtins.int = ...,
-        content: _abc.Iterable[_types_pb2.ContentSpan] | None = ...,
-        adapters: _abc.Iterable[_types_pb2.AdapterSpan] | None = ...,
         state: _step_pb2.SequenceState.ValueType = ...,
-        write_cache: _builtins.bool | None = ...,
-        priority: _builtins.int = ...,
-        arrival_rank: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_write_cache", b"_write_cache", "write_cache", b"write_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_write_cache", b"_write_cache", "adapters", b"adapters", "arrival_rank", b"arrival_rank", "content", b"content", "namespace_id", b"namespace_id", "num_committed", b"num_committed", "priority", b"priority", "sequence_id", b"sequence_id", "state", b"state", "table", b"table", "tokens", b"tokens", "write_cache", b"write_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_committed", b"group_committed", "num_committed", b"num_committed", "num_prompt_tokens", b"num_prompt_tokens", "sequence", b"sequence", "state", b"state", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__write_cache: _TypeAlias = _typing.Literal["write_cache"]  # noqa: Y015
-    _WhichOneofArgType__write_cache: _TypeAlias = _typing.Literal["_write_cache", b"_write_cache"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__write_cache) -> _WhichOneofReturnType__write_cache | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeclaredSequence: _TypeAlias = DeclaredSequence  # noqa: Y015
 
@@ -488,7 +445,7 @@ Global___DeferredBlocks: _TypeAlias = DeferredBlocks  # noqa: Y015
 @_typing.final
 class Declaration(_message.Message):
     """Declaration tells a restarted control plane what the engine holds. It renews the lease. A large one comes in
-    parts; it counts when the part with `last` arrived. Sealed blocks must match the digests recomputed from the
+    parts; it counts when the part with `last` arrived, and starts over on a new stream. Sealed blocks must match the digests recomputed from the
     tokens; a sequence is cut at its last good block otherwise.
     """
 
@@ -596,19 +553,25 @@ class StreamOpened(_message.Message):
 
     LAST_APPLIED_STEP_FIELD_NUMBER: _builtins.int
     DECLARATION_REQUIRED_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     last_applied_step: _builtins.int
     """Newest step that was applied."""
     declaration_required: _builtins.bool
     """Whether a declaration must come first."""
+    @_builtins.property
+    def grant(self) -> _step_pb2.Grant:
+        """Grant of all tables, with `reset` (remote sessions): an engine that lost its stored grants goes on from here."""
+
     def __init__(
         self,
         *,
         last_applied_step: _builtins.int = ...,
         declaration_required: _builtins.bool = ...,
+        grant: _step_pb2.Grant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "last_applied_step", b"last_applied_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_required", b"declaration_required", "grant", b"grant", "last_applied_step", b"last_applied_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,30 +584,30 @@ class DeclarationResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CUT_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    CUT_LENGTHS_FIELD_NUMBER: _builtins.int
+    CUT_TOKENS_FIELD_NUMBER: _builtins.int
     CUT_REASONS_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     cut_sequence_ids: _builtins.bytes
     """Sequences that were cut, packed u64."""
-    cut_lengths: _builtins.bytes
-    """Table entries that stay, packed u32, one per cut sequence and in all groups."""
+    cut_tokens: _builtins.bytes
+    """Tokens that stay, packed u32, one per cut sequence."""
     cut_reasons: _builtins.bytes
     """Why each was cut, packed u32 of `CutReason`."""
     @_builtins.property
     def grant(self) -> _step_pb2.Grant:
-        """Grant of all tables that stay (remote sessions)."""
+        """Grant of all tables that stay, with `reset` (remote sessions)."""
 
     def __init__(
         self,
         *,
         cut_sequence_ids: _builtins.bytes = ...,
-        cut_lengths: _builtins.bytes = ...,
+        cut_tokens: _builtins.bytes = ...,
         cut_reasons: _builtins.bytes = ...,
         grant: _step_pb2.Grant | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_lengths", b"cut_lengths", "cut_reasons", b"cut_reasons", "cut_sequence_ids", b"cut_sequence_ids", "grant", b"grant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_reasons", b"cut_reasons", "cut_sequence_ids", b"cut_sequence_ids", "cut_tokens", b"cut_tokens", "grant", b"grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1108,29 +1071,18 @@ class LookupRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
-    NAMESPACE_ID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    ADAPTERS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     MAX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session that asks."""
     lease_epoch: _builtins.int
     """Its lease epoch."""
-    namespace_id: _builtins.int
-    """Namespace. 0 is the session's own."""
-    tokens: _builtins.bytes
-    """Prompt token ids, packed u32."""
     max_hit_tokens: _builtins.int
     """Most tokens that may hit. Absent: all but one."""
     @_builtins.property
-    def content(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ContentSpan]:
-        """Content besides tokens."""
-
-    @_builtins.property
-    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterSpan]:
-        """Parts computed under other adapters."""
+    def prompt(self) -> _types_pb2.Prompt:
+        """What is looked up."""
 
     @_builtins.property
     def pin(self) -> Global___Pin:
@@ -1141,16 +1093,13 @@ class LookupRequest(_message.Message):
         *,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
-        namespace_id: _builtins.int = ...,
-        tokens: _builtins.bytes = ...,
-        content: _abc.Iterable[_types_pb2.ContentSpan] | None = ...,
-        adapters: _abc.Iterable[_types_pb2.AdapterSpan] | None = ...,
+        prompt: _types_pb2.Prompt | None = ...,
         max_hit_tokens: _builtins.int | None = ...,
         pin: Global___Pin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "max_hit_tokens", b"max_hit_tokens", "pin", b"pin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "max_hit_tokens", b"max_hit_tokens", "pin", b"pin", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "adapters", b"adapters", "content", b"content", "lease_epoch", b"lease_epoch", "max_hit_tokens", b"max_hit_tokens", "namespace_id", b"namespace_id", "pin", b"pin", "session_id", b"session_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "lease_epoch", b"lease_epoch", "max_hit_tokens", b"max_hit_tokens", "pin", b"pin", "prompt", b"prompt", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_hit_tokens: _TypeAlias = _typing.Literal["max_hit_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_hit_tokens: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens"]  # noqa: Y015
@@ -1203,7 +1152,7 @@ class ExplainRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     MAX_DECISIONS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session that asks."""
@@ -1211,26 +1160,28 @@ class ExplainRequest(_message.Message):
     """Its lease epoch."""
     sequence_id: _builtins.int
     """A sequence of this session."""
-    tokens: _builtins.bytes
-    """A prompt in the session's own namespace: token ids, packed u32."""
     max_decisions: _builtins.int
     """Most decisions to return, newest first. Absent: 100."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.Prompt:
+        """A prompt."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
-        tokens: _builtins.bytes = ...,
+        prompt: _types_pb2.Prompt | None = ...,
         max_decisions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_decisions", b"_max_decisions", "max_decisions", b"max_decisions", "sequence_id", b"sequence_id", "subject", b"subject", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_decisions", b"_max_decisions", "max_decisions", b"max_decisions", "prompt", b"prompt", "sequence_id", b"sequence_id", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_decisions", b"_max_decisions", "lease_epoch", b"lease_epoch", "max_decisions", b"max_decisions", "sequence_id", b"sequence_id", "session_id", b"session_id", "subject", b"subject", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_decisions", b"_max_decisions", "lease_epoch", b"lease_epoch", "max_decisions", b"max_decisions", "prompt", b"prompt", "sequence_id", b"sequence_id", "session_id", b"session_id", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_decisions: _TypeAlias = _typing.Literal["max_decisions"]  # noqa: Y015
     _WhichOneofArgType__max_decisions: _TypeAlias = _typing.Literal["_max_decisions", b"_max_decisions"]  # noqa: Y015
-    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["sequence_id", "tokens"]  # noqa: Y015
+    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["sequence_id", "prompt"]  # noqa: Y015
     _WhichOneofArgType_subject: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_decisions) -> _WhichOneofReturnType__max_decisions | None: ...
@@ -1478,20 +1429,48 @@ class ListPoolsResponse(_message.Message):
 Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
 
 @_typing.final
+class EventPosition(_message.Message):
+    """EventPosition is a place in a pool's events. Numbers start again with a new pool epoch or incarnation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_EPOCH_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    pool_epoch: _builtins.int
+    """Epoch of the pool."""
+    incarnation: _builtins.int
+    """Which start of the control plane numbered it."""
+    sequence: _builtins.int
+    """Number of the event."""
+    def __init__(
+        self,
+        *,
+        pool_epoch: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pool_epoch", b"pool_epoch", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventPosition: _TypeAlias = EventPosition  # noqa: Y015
+
+@_typing.final
 class WatchEventsRequest(_message.Message):
     """WatchEventsRequest asks for a pool's events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_ID_FIELD_NUMBER: _builtins.int
-    FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    FROM_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     INCLUDE_TOKENS_FIELD_NUMBER: _builtins.int
     DIGEST_FORM_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool."""
-    from_sequence: _builtins.int
-    """First event wanted. Absent: the next one."""
     snapshot: _builtins.bool
     """Whether to begin with a snapshot of all that is published."""
     include_tokens: _builtins.bool
@@ -1502,18 +1481,15 @@ class WatchEventsRequest(_message.Message):
         self,
         *,
         pool_id: _builtins.str = ...,
-        from_sequence: _builtins.int | None = ...,
         snapshot: _builtins.bool = ...,
         include_tokens: _builtins.bool = ...,
         digest_form: Global___DigestForm.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_sequence", b"_from_sequence", "from_sequence", b"from_sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_sequence", b"_from_sequence", "digest_form", b"digest_form", "from_sequence", b"from_sequence", "include_tokens", b"include_tokens", "pool_id", b"pool_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_form", b"digest_form", "from", b"from", "include_tokens", b"include_tokens", "pool_id", b"pool_id", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__from_sequence: _TypeAlias = _typing.Literal["from_sequence"]  # noqa: Y015
-    _WhichOneofArgType__from_sequence: _TypeAlias = _typing.Literal["_from_sequence", b"_from_sequence"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_sequence) -> _WhichOneofReturnType__from_sequence | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
 
@@ -1732,8 +1708,7 @@ class ExportRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    NAMESPACE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session that asks."""
@@ -1741,31 +1716,58 @@ class ExportRequest(_message.Message):
     """Its lease epoch."""
     sequence_id: _builtins.int
     """The published blocks of a sequence of this session."""
-    tokens: _builtins.bytes
-    """The longest published prefix of a prompt: token ids, packed u32."""
-    namespace_id: _builtins.int
-    """Namespace of `tokens`. 0 is the session's own."""
     ttl_ms: _builtins.int
     """How long the pin lasts without a renewal, in milliseconds; at most 300,000."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.Prompt:
+        """The longest published prefix of a prompt."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
-        tokens: _builtins.bytes = ...,
-        namespace_id: _builtins.int = ...,
+        prompt: _types_pb2.Prompt | None = ...,
         ttl_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "subject", b"subject", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sequence_id", b"sequence_id", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "namespace_id", b"namespace_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "subject", b"subject", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "prompt", b"prompt", "sequence_id", b"sequence_id", "session_id", b"session_id", "subject", b"subject", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["sequence_id", "tokens"]  # noqa: Y015
+    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["sequence_id", "prompt"]  # noqa: Y015
     _WhichOneofArgType_subject: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_subject) -> _WhichOneofReturnType_subject | None: ...
 
 Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
+
+@_typing.final
+class ExportedBlocks(_message.Message):
+    """ExportedBlocks are blocks of one group and segment with their digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    digests: _builtins.bytes
+    """Their digests, concatenated, 32 bytes each."""
+    @_builtins.property
+    def blocks(self) -> _types_pb2.BlockList:
+        """Blocks, in chain order."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _types_pb2.BlockList | None = ...,
+        digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digests", b"digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedBlocks: _TypeAlias = ExportedBlocks  # noqa: Y015
 
 @_typing.final
 class ExportResponse(_message.Message):
@@ -1774,21 +1776,17 @@ class ExportResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_ID_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
+    EXPORTED_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
-    STATUS_FIELD_NUMBER: _builtins.int
     op_id: _builtins.int
     """Operation of the pin."""
-    digests: _builtins.bytes
-    """Digests of the blocks of group 0, concatenated, 32 bytes each."""
     num_tokens: _builtins.int
     """Tokens they hold."""
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
-        """Blocks, one list per group and segment."""
+    def exported(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedBlocks]:
+        """Blocks."""
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]:
@@ -1796,26 +1794,20 @@ class ExportResponse(_message.Message):
 
     @_builtins.property
     def grant(self) -> _step_pb2.Grant:
-        """Grant to read them (remote readers)."""
-
-    @_builtins.property
-    def status(self) -> _status_pb2.Status:
-        """Failures of single groups. Absent: none."""
+        """Export grant to read them."""
 
     def __init__(
         self,
         *,
         op_id: _builtins.int = ...,
-        blocks: _abc.Iterable[_types_pb2.BlockList] | None = ...,
-        digests: _builtins.bytes = ...,
+        exported: _abc.Iterable[Global___ExportedBlocks] | None = ...,
         num_tokens: _builtins.int = ...,
         shards: _abc.Iterable[_types_pb2.Shard] | None = ...,
         grant: _step_pb2.Grant | None = ...,
-        status: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digests", b"digests", "grant", b"grant", "num_tokens", b"num_tokens", "op_id", b"op_id", "shards", b"shards", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exported", b"exported", "grant", b"grant", "num_tokens", b"num_tokens", "op_id", b"op_id", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

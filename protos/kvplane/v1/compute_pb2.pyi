@@ -83,6 +83,7 @@ class AttachRequest(_message.Message):
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
@@ -90,6 +91,8 @@ class AttachRequest(_message.Message):
     """Session."""
     lease_epoch: _builtins.int
     """Its lease epoch."""
+    session_secret: _builtins.bytes
+    """Secret of the session, from OpenSession."""
     purpose: Global___AttachPurpose.ValueType
     """What to map."""
     rank: _builtins.int
@@ -106,13 +109,14 @@ class AttachRequest(_message.Message):
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
+        session_secret: _builtins.bytes = ...,
         purpose: Global___AttachPurpose.ValueType = ...,
         rank: _builtins.int = ...,
         arena_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "lease_epoch", b"lease_epoch", "purpose", b"purpose", "rank", b"rank", "required_features", b"required_features", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "lease_epoch", b"lease_epoch", "purpose", b"purpose", "rank", b"rank", "required_features", b"required_features", "session_id", b"session_id", "session_secret", b"session_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,8 +284,6 @@ class Plan(_message.Message):
     QUERY_LENGTHS_FIELD_NUMBER: _builtins.int
     KV_LENGTHS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    COPIES_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Name of the plan, rising in its stream."""
@@ -293,8 +295,6 @@ class Plan(_message.Message):
     """New tokens of each sequence, packed u32."""
     kv_lengths: _builtins.bytes
     """Tokens of each sequence whose KV is readable after the step's own writes, packed u32."""
-    group: _builtins.int
-    """Group whose tables are used by runs that name no other."""
     deadline_ms: _builtins.int
     """Time after which work of the plan is not launched any more, in milliseconds from now. 0: none."""
     @_builtins.property
@@ -303,11 +303,7 @@ class Plan(_message.Message):
 
     @_builtins.property
     def options(self) -> Global___AttentionOptions:
-        """Options of attention."""
-
-    @_builtins.property
-    def copies(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Transfer]:
-        """Blocks to copy before anything else."""
+        """Options of attention for all layers."""
 
     def __init__(
         self,
@@ -319,13 +315,11 @@ class Plan(_message.Message):
         query_lengths: _builtins.bytes = ...,
         kv_lengths: _builtins.bytes = ...,
         options: Global___AttentionOptions | None = ...,
-        group: _builtins.int = ...,
-        copies: _abc.Iterable[_types_pb2.Transfer] | None = ...,
         deadline_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "deadline_ms", b"deadline_ms", "grants", b"grants", "group", b"group", "kv_lengths", b"kv_lengths", "options", b"options", "plan_id", b"plan_id", "query_lengths", b"query_lengths", "sequence_ids", b"sequence_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "grants", b"grants", "kv_lengths", b"kv_lengths", "options", b"options", "plan_id", b"plan_id", "query_lengths", b"query_lengths", "sequence_ids", b"sequence_ids", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,6 +335,7 @@ class Run(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Plan."""
     layer: _builtins.int
@@ -351,6 +346,10 @@ class Run(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
         """Tensors by role; outputs name where they go."""
 
+    @_builtins.property
+    def options(self) -> Global___AttentionOptions:
+        """Options of attention for this layer. Absent: the plan's."""
+
     def __init__(
         self,
         *,
@@ -358,10 +357,11 @@ class Run(_message.Message):
         layer: _builtins.int = ...,
         kind: Global___RunKind.ValueType = ...,
         tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        options: Global___AttentionOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layer", b"layer", "plan_id", b"plan_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layer", b"layer", "options", b"options", "plan_id", b"plan_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,10 +398,13 @@ class ExecuteOpen(_message.Message):
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session."""
     lease_epoch: _builtins.int
     """Its lease epoch."""
+    session_secret: _builtins.bytes
+    """Secret of the session, from OpenSession."""
     @_builtins.property
     def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Features the client relies on."""
@@ -412,10 +415,11 @@ class ExecuteOpen(_message.Message):
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
+        session_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "required_features", b"required_features", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "required_features", b"required_features", "session_id", b"session_id", "session_secret", b"session_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -688,6 +692,8 @@ class ReadBlocksRequest(_message.Message):
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
@@ -697,6 +703,8 @@ class ReadBlocksRequest(_message.Message):
     """Session."""
     lease_epoch: _builtins.int
     """Its lease epoch."""
+    session_secret: _builtins.bytes
+    """Secret of the session, from OpenSession."""
     max_chunk_bytes: _builtins.int
     """Most bytes per chunk. 0: 1 MiB. At most 16 MiB."""
     checksums: _builtins.bool
@@ -704,6 +712,10 @@ class ReadBlocksRequest(_message.Message):
     @_builtins.property
     def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Features the client relies on."""
+
+    @_builtins.property
+    def grants(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.Grant]:
+        """Grants that cover the blocks and that the shard may not have yet: step grants in order, or export grants."""
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
@@ -723,6 +735,8 @@ class ReadBlocksRequest(_message.Message):
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
+        session_secret: _builtins.bytes = ...,
+        grants: _abc.Iterable[_step_pb2.Grant] | None = ...,
         blocks: _abc.Iterable[_types_pb2.BlockList] | None = ...,
         layers: _types_pb2.LayerRange | None = ...,
         roles: _abc.Iterable[_types_pb2.TensorRole.ValueType] | None = ...,
@@ -731,7 +745,7 @@ class ReadBlocksRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "layers", b"layers", "lease_epoch", b"lease_epoch", "max_chunk_bytes", b"max_chunk_bytes", "required_features", b"required_features", "roles", b"roles", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "grants", b"grants", "layers", b"layers", "lease_epoch", b"lease_epoch", "max_chunk_bytes", b"max_chunk_bytes", "required_features", b"required_features", "roles", b"roles", "session_id", b"session_id", "session_secret", b"session_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,8 +753,8 @@ Global___ReadBlocksRequest: _TypeAlias = ReadBlocksRequest  # noqa: Y015
 
 @_typing.final
 class BlockBytes(_message.Message):
-    """BlockBytes is a piece of blocks in canonical order: block, layer, role (in the order of the group's tensors), slot, head,
-    dimension; dense, little-endian. A piece holds whole blocks of one layer and role.
+    """BlockBytes is whole blocks of one layer and tensor in canonical order: block, slot, head, dimension; dense,
+    little-endian. Pieces come layer by layer and, within a layer, in the order of the group's tensors.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -812,12 +826,15 @@ class WriteBlocksOpen(_message.Message):
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
     OP_ID_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session."""
     lease_epoch: _builtins.int
     """Its lease epoch."""
+    session_secret: _builtins.bytes
+    """Secret of the session, from OpenSession."""
     op_id: _builtins.int
     """Transfer it fulfils."""
     @_builtins.property
@@ -834,12 +851,13 @@ class WriteBlocksOpen(_message.Message):
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
+        session_secret: _builtins.bytes = ...,
         op_id: _builtins.int = ...,
         grants: _abc.Iterable[_step_pb2.Grant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "lease_epoch", b"lease_epoch", "op_id", b"op_id", "required_features", b"required_features", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "lease_epoch", b"lease_epoch", "op_id", b"op_id", "required_features", b"required_features", "session_id", b"session_id", "session_secret", b"session_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,6 +956,7 @@ class GetShardResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     POOL_BYTES_FIELD_NUMBER: _builtins.int
     CONTROL_PLANE_CONNECTED_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool."""
     pool_epoch: _builtins.int
@@ -952,6 +971,10 @@ class GetShardResponse(_message.Message):
     def shard(self) -> _types_pb2.Shard:
         """The shard."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that it has built."""
+
     def __init__(
         self,
         *,
@@ -961,10 +984,11 @@ class GetShardResponse(_message.Message):
         incarnation: _builtins.int = ...,
         pool_bytes: _builtins.int = ...,
         control_plane_connected: _builtins.bool = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_plane_connected", b"control_plane_connected", "incarnation", b"incarnation", "pool_bytes", b"pool_bytes", "pool_epoch", b"pool_epoch", "pool_id", b"pool_id", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_plane_connected", b"control_plane_connected", "features", b"features", "incarnation", b"incarnation", "pool_bytes", b"pool_bytes", "pool_epoch", b"pool_epoch", "pool_id", b"pool_id", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,7 +84,9 @@ class ComputeServiceServicer(object):
 
     def Execute(self, request_iterator, context):
         """Execute carries a remote session's work in stream order: plans, runs, and their results. Refused work names the
-        block and executes nothing; the stream goes on.
+        block and executes nothing; the stream goes on. Refusals: NOT_GRANTED (sequence, gap in the grants, forged grant),
+        STALE_GENERATION (a block has a newer occupant), STALE_EPOCH (incarnation, boot, lease), INVALID_ARGUMENT (shapes,
+        lengths beyond the table, a slot below `filled`, reading slots that are not filled), DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,9 @@ class ComputeServiceStub:
     """
     Execute: _grpc.StreamStreamMultiCallable[_compute_pb2.ExecuteRequest, _compute_pb2.ExecuteResponse]
     """Execute carries a remote session's work in stream order: plans, runs, and their results. Refused work names the
-    block and executes nothing; the stream goes on.
+    block and executes nothing; the stream goes on. Refusals: NOT_GRANTED (sequence, gap in the grants, forged grant),
+    STALE_GENERATION (a block has a newer occupant), STALE_EPOCH (incarnation, boot, lease), INVALID_ARGUMENT (shapes,
+    lengths beyond the table, a slot below `filled`, reading slots that are not filled), DEADLINE_EXCEEDED.
     """
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_compute_pb2.ReadBlocksRequest, _compute_pb2.ReadBlocksResponse]
     """ReadBlocks streams the bytes of sealed or own blocks, in canonical order. Errors: STALE_GENERATION, NOT_GRANTED,
@@ -75,7 +77,9 @@ class ComputeServiceAsyncStub(ComputeServiceStub):
     """
     Execute: _aio.StreamStreamMultiCallable[_compute_pb2.ExecuteRequest, _compute_pb2.ExecuteResponse]  # type: ignore[assignment]
     """Execute carries a remote session's work in stream order: plans, runs, and their results. Refused work names the
-    block and executes nothing; the stream goes on.
+    block and executes nothing; the stream goes on. Refusals: NOT_GRANTED (sequence, gap in the grants, forged grant),
+    STALE_GENERATION (a block has a newer occupant), STALE_EPOCH (incarnation, boot, lease), INVALID_ARGUMENT (shapes,
+    lengths beyond the table, a slot below `filled`, reading slots that are not filled), DEADLINE_EXCEEDED.
     """
     ReadBlocks: _aio.UnaryStreamMultiCallable[_compute_pb2.ReadBlocksRequest, _compute_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """ReadBlocks streams the bytes of sealed or own blocks, in canonical order. Errors: STALE_GENERATION, NOT_GRANTED,
@@ -114,7 +118,9 @@ class ComputeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_compute_pb2.ExecuteResponse], _abc.AsyncIterator[_compute_pb2.ExecuteResponse]]:
         """Execute carries a remote session's work in stream order: plans, runs, and their results. Refused work names the
-        block and executes nothing; the stream goes on.
+        block and executes nothing; the stream goes on. Refusals: NOT_GRANTED (sequence, gap in the grants, forged grant),
+        STALE_GENERATION (a block has a newer occupant), STALE_EPOCH (incarnation, boot, lease), INVALID_ARGUMENT (shapes,
+        lengths beyond the table, a slot below `filled`, reading slots that are not filled), DEADLINE_EXCEEDED.
         """
 
     @_abc_1.abstractmethod

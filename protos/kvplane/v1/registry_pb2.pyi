@@ -161,7 +161,7 @@ class ServedSession(_message.Message):
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     TENANT_ID_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
-    ATTACHED_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     LAST_GRANT_FIELD_NUMBER: _builtins.int
@@ -174,8 +174,8 @@ class ServedSession(_message.Message):
     """Tenant."""
     ttl_ms: _builtins.int
     """Time to live, in milliseconds."""
-    attached: _builtins.bool
-    """Whether it has mapped the pool."""
+    mode: _types_pb2.SessionMode.ValueType
+    """How it reaches the bytes."""
     fenced: _builtins.bool
     """Whether it is fenced: nothing of it runs any more and nothing will."""
     last_grant: _builtins.int
@@ -193,7 +193,7 @@ class ServedSession(_message.Message):
         lease_epoch: _builtins.int = ...,
         tenant_id: _builtins.str = ...,
         ttl_ms: _builtins.int = ...,
-        attached: _builtins.bool = ...,
+        mode: _types_pb2.SessionMode.ValueType = ...,
         processes: _abc.Iterable[Global___ProcessRef] | None = ...,
         fenced: _builtins.bool = ...,
         last_grant: _builtins.int = ...,
@@ -201,7 +201,7 @@ class ServedSession(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "fenced", b"fenced", "last_grant", b"last_grant", "lease_epoch", b"lease_epoch", "max_sequences", b"max_sequences", "processes", b"processes", "session_id", b"session_id", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "last_grant", b"last_grant", "lease_epoch", b"lease_epoch", "max_sequences", b"max_sequences", "mode", b"mode", "processes", b"processes", "session_id", b"session_id", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,6 +278,7 @@ class RegisterRequest(_message.Message):
     HELD_POOL_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool to join."""
     boot_id: _builtins.int
@@ -318,6 +319,10 @@ class RegisterRequest(_message.Message):
     def held_pool(self) -> Global___HeldPool:
         """Pool it still holds. Absent: none."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that this compute service has built."""
+
     def __init__(
         self,
         *,
@@ -334,10 +339,11 @@ class RegisterRequest(_message.Message):
         held_pool: Global___HeldPool | None = ...,
         max_blocks: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held_pool", b"held_pool", "layout", b"layout", "model", b"model", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "device", b"device", "directory_version", b"directory_version", "groups", b"groups", "held_pool", b"held_pool", "layout", b"layout", "max_blocks", b"max_blocks", "model", b"model", "pool_id", b"pool_id", "required_features", b"required_features", "shard", b"shard", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "device", b"device", "directory_version", b"directory_version", "features", b"features", "groups", b"groups", "held_pool", b"held_pool", "layout", b"layout", "max_blocks", b"max_blocks", "model", b"model", "pool_id", b"pool_id", "required_features", b"required_features", "shard", b"shard", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,8 +360,9 @@ class RegisterResponse(_message.Message):
     GRANT_KEY_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     KEEP_POOL_FIELD_NUMBER: _builtins.int
+    REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Incarnation to store before anything else. Higher than any the shard had."""
+    """Incarnation to store before anything else."""
     registration_id: _builtins.int
     """Name of the registration for the control stream."""
     grant_key: _builtins.bytes
@@ -364,6 +371,10 @@ class RegisterResponse(_message.Message):
     """Longest silence on the control stream before the shard is away, in milliseconds."""
     keep_pool: _builtins.bool
     """Whether `held_pool` is to be kept; an inventory follows. False: a CreatePool follows."""
+    @_builtins.property
+    def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the shard must have built; it does not open its control stream otherwise."""
+
     def __init__(
         self,
         *,
@@ -372,14 +383,84 @@ class RegisterResponse(_message.Message):
         grant_key: _builtins.bytes = ...,
         ttl_ms: _builtins.int = ...,
         keep_pool: _builtins.bool = ...,
+        required_features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_key", b"grant_key", "incarnation", b"incarnation", "keep_pool", b"keep_pool", "registration_id", b"registration_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_key", b"grant_key", "incarnation", b"incarnation", "keep_pool", b"keep_pool", "registration_id", b"registration_id", "required_features", b"required_features", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
+
+@_typing.final
+class RaiseIncarnation(_message.Message):
+    """RaiseIncarnation does nothing but what every command does first: store a higher incarnation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RaiseIncarnation: _TypeAlias = RaiseIncarnation  # noqa: Y015
+
+@_typing.final
+class AdvanceEpoch(_message.Message):
+    """AdvanceEpoch starts a new epoch of the pool on memory that survived. Attached processes are not ended; their hold maps
+    stay in force.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_EPOCH_FIELD_NUMBER: _builtins.int
+    KEEP_SEALED_FIELD_NUMBER: _builtins.int
+    pool_epoch: _builtins.int
+    """New epoch."""
+    keep_sealed: _builtins.bool
+    """Whether sealed rows stay; all others are voided in any case."""
+    def __init__(
+        self,
+        *,
+        pool_epoch: _builtins.int = ...,
+        keep_sealed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_sealed", b"keep_sealed", "pool_epoch", b"pool_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdvanceEpoch: _TypeAlias = AdvanceEpoch  # noqa: Y015
+
+@_typing.final
+class PutModel(_message.Message):
+    """PutModel stores the pool's model identity in the directory's header (weight update)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> _types_pb2.ModelIdentity:
+        """The identity."""
+
+    def __init__(
+        self,
+        *,
+        model: _types_pb2.ModelIdentity | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutModel: _TypeAlias = PutModel  # noqa: Y015
 
 @_typing.final
 class CreatePool(_message.Message):
@@ -419,8 +500,9 @@ Global___CreatePool: _TypeAlias = CreatePool  # noqa: Y015
 
 @_typing.final
 class Seal(_message.Message):
-    """Seal marks written blocks as sealed with their digests. All arrays are parallel. A row is sealed only if its
-    generation equals the one given and the stamp; refused rows are named in the acknowledgement.
+    """Seal marks written blocks as sealed with their digests. Arrays run over the blocks of all lists. A row is sealed only
+    if the generation given equals the block's stamp and is not below the row's; refused rows are named in the
+    acknowledgement's bitmap.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -439,19 +521,19 @@ class Seal(_message.Message):
     namespace_ids: _builtins.bytes
     """Namespaces, packed u32."""
     @_builtins.property
-    def blocks(self) -> _types_pb2.BlockList:
-        """Blocks."""
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
+        """Blocks, one list per group and segment."""
 
     def __init__(
         self,
         *,
-        blocks: _types_pb2.BlockList | None = ...,
+        blocks: _abc.Iterable[_types_pb2.BlockList] | None = ...,
         digests: _builtins.bytes = ...,
         parent_digests: _builtins.bytes = ...,
         depths: _builtins.bytes = ...,
         namespace_ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depths", b"depths", "digests", b"digests", "namespace_ids", b"namespace_ids", "parent_digests", b"parent_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -470,16 +552,16 @@ class VoidRows(_message.Message):
     zeroize: _builtins.bool
     """Overwrite the bytes with zeros."""
     @_builtins.property
-    def blocks(self) -> _types_pb2.BlockList:
-        """Blocks."""
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
+        """Blocks, one list per group and segment."""
 
     def __init__(
         self,
         *,
-        blocks: _types_pb2.BlockList | None = ...,
+        blocks: _abc.Iterable[_types_pb2.BlockList] | None = ...,
         zeroize: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "zeroize", b"zeroize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -518,9 +600,9 @@ class ServeSession(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
-    TICKET_SHA256_FIELD_NUMBER: _builtins.int
-    ticket_sha256: _builtins.bytes
-    """Hash of the one-time ticket an attaching engine must show, 32 bytes. Empty: remote only."""
+    SECRET_SHA256_FIELD_NUMBER: _builtins.int
+    secret_sha256: _builtins.bytes
+    """SHA-256 of the secret that the engine must show, 32 bytes."""
     @_builtins.property
     def session(self) -> Global___ServedSession:
         """The session."""
@@ -529,11 +611,11 @@ class ServeSession(_message.Message):
         self,
         *,
         session: Global___ServedSession | None = ...,
-        ticket_sha256: _builtins.bytes = ...,
+        secret_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "ticket_sha256", b"ticket_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret_sha256", b"secret_sha256", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,6 +780,10 @@ class ControlResponse(_message.Message):
     RUN_TRANSFERS_FIELD_NUMBER: _builtins.int
     POOL_STATE_FIELD_NUMBER: _builtins.int
     RESIZE_SEGMENTS_FIELD_NUMBER: _builtins.int
+    RAISE_INCARNATION_FIELD_NUMBER: _builtins.int
+    ADVANCE_EPOCH_FIELD_NUMBER: _builtins.int
+    PUT_MODEL_FIELD_NUMBER: _builtins.int
+    EVENTS_SEEN_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which start of the control plane sends it. A lower one than stored is refused; a higher one is stored before the
     command is carried out.
@@ -705,7 +791,7 @@ class ControlResponse(_message.Message):
     boot_id: _builtins.int
     """Boot the command is for. Another boot refuses it."""
     sequence: _builtins.int
-    """Rises by one with each command of the stream."""
+    """Rises by one with each command to this boot of the shard under this incarnation, over all its streams."""
     @_builtins.property
     def create_pool(self) -> Global___CreatePool:
         """Create the pool."""
@@ -754,6 +840,22 @@ class ControlResponse(_message.Message):
     def resize_segments(self) -> Global___ResizeSegments:
         """Add or remove a segment."""
 
+    @_builtins.property
+    def raise_incarnation(self) -> Global___RaiseIncarnation:
+        """Store a higher incarnation."""
+
+    @_builtins.property
+    def advance_epoch(self) -> Global___AdvanceEpoch:
+        """Start a new epoch on surviving memory."""
+
+    @_builtins.property
+    def put_model(self) -> Global___PutModel:
+        """Store the model identity."""
+
+    @_builtins.property
+    def events_seen(self) -> Global___EventsSeen:
+        """Confirm events. Has no sequence and no acknowledgement."""
+
     def __init__(
         self,
         *,
@@ -772,16 +874,42 @@ class ControlResponse(_message.Message):
         run_transfers: Global___RunTransfers | None = ...,
         pool_state: Global___PoolStateCommand | None = ...,
         resize_segments: Global___ResizeSegments | None = ...,
+        raise_incarnation: Global___RaiseIncarnation | None = ...,
+        advance_epoch: Global___AdvanceEpoch | None = ...,
+        put_model: Global___PutModel | None = ...,
+        events_seen: Global___EventsSeen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "create_pool", b"create_pool", "destroy_pool", b"destroy_pool", "fence_session", b"fence_session", "forget_session", b"forget_session", "pool_state", b"pool_state", "put_namespaces", b"put_namespaces", "request_inventory", b"request_inventory", "resize_segments", b"resize_segments", "run_transfers", b"run_transfers", "seal", b"seal", "serve_session", b"serve_session", "void_rows", b"void_rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advance_epoch", b"advance_epoch", "command", b"command", "create_pool", b"create_pool", "destroy_pool", b"destroy_pool", "events_seen", b"events_seen", "fence_session", b"fence_session", "forget_session", b"forget_session", "pool_state", b"pool_state", "put_model", b"put_model", "put_namespaces", b"put_namespaces", "raise_incarnation", b"raise_incarnation", "request_inventory", b"request_inventory", "resize_segments", b"resize_segments", "run_transfers", b"run_transfers", "seal", b"seal", "serve_session", b"serve_session", "void_rows", b"void_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "command", b"command", "create_pool", b"create_pool", "destroy_pool", b"destroy_pool", "fence_session", b"fence_session", "forget_session", b"forget_session", "incarnation", b"incarnation", "pool_state", b"pool_state", "put_namespaces", b"put_namespaces", "request_inventory", b"request_inventory", "resize_segments", b"resize_segments", "run_transfers", b"run_transfers", "seal", b"seal", "sequence", b"sequence", "serve_session", b"serve_session", "void_rows", b"void_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance_epoch", b"advance_epoch", "boot_id", b"boot_id", "command", b"command", "create_pool", b"create_pool", "destroy_pool", b"destroy_pool", "events_seen", b"events_seen", "fence_session", b"fence_session", "forget_session", b"forget_session", "incarnation", b"incarnation", "pool_state", b"pool_state", "put_model", b"put_model", "put_namespaces", b"put_namespaces", "raise_incarnation", b"raise_incarnation", "request_inventory", b"request_inventory", "resize_segments", b"resize_segments", "run_transfers", b"run_transfers", "seal", b"seal", "sequence", b"sequence", "serve_session", b"serve_session", "void_rows", b"void_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["create_pool", "seal", "void_rows", "put_namespaces", "serve_session", "fence_session", "forget_session", "request_inventory", "destroy_pool", "run_transfers", "pool_state", "resize_segments"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["create_pool", "seal", "void_rows", "put_namespaces", "serve_session", "fence_session", "forget_session", "request_inventory", "destroy_pool", "run_transfers", "pool_state", "resize_segments", "raise_incarnation", "advance_epoch", "put_model", "events_seen"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___ControlResponse: _TypeAlias = ControlResponse  # noqa: Y015
+
+@_typing.final
+class EventsSeen(_message.Message):
+    """EventsSeen confirms a shard's events; it stops sending them again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.int
+    """Newest event that was acted on."""
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventsSeen: _TypeAlias = EventsSeen  # noqa: Y015
 
 @_typing.final
 class PoolStateCommand(_message.Message):
@@ -892,7 +1020,9 @@ class ControlOpen(_message.Message):
     registration_id: _builtins.int
     """Registration."""
     last_sequence: _builtins.int
-    """Newest command carried out."""
+    """Newest command carried out. Commands that the control plane has no acknowledgement of come again and are answered
+    from what the shard has stored.
+    """
     def __init__(
         self,
         *,
@@ -1095,15 +1225,15 @@ class BlocksDamaged(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def blocks(self) -> _types_pb2.BlockList:
-        """Blocks; their rows are voided."""
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
+        """Blocks, one list per group and segment; their rows are voided."""
 
     def __init__(
         self,
         *,
-        blocks: _types_pb2.BlockList | None = ...,
+        blocks: _abc.Iterable[_types_pb2.BlockList] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -1113,15 +1243,18 @@ Global___BlocksDamaged: _TypeAlias = BlocksDamaged  # noqa: Y015
 
 @_typing.final
 class ShardEvent(_message.Message):
-    """ShardEvent is something that happened on a shard."""
+    """ShardEvent is something that happened on a shard. It is sent again on every new stream until EventsSeen confirms it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    EVENT_ID_FIELD_NUMBER: _builtins.int
     SESSION_ATTACHED_FIELD_NUMBER: _builtins.int
     PROCESS_GONE_FIELD_NUMBER: _builtins.int
     SESSION_DRAINED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     BLOCKS_DAMAGED_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.int
+    """Rises by one with each event of this boot of the shard."""
     @_builtins.property
     def session_attached(self) -> Global___SessionAttached:
         """A process attached."""
@@ -1145,6 +1278,7 @@ class ShardEvent(_message.Message):
     def __init__(
         self,
         *,
+        event_id: _builtins.int = ...,
         session_attached: Global___SessionAttached | None = ...,
         process_gone: Global___ProcessGone | None = ...,
         session_drained: Global___SessionDrained | None = ...,
@@ -1153,7 +1287,7 @@ class ShardEvent(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_damaged", b"blocks_damaged", "event", b"event", "process_gone", b"process_gone", "session_attached", b"session_attached", "session_drained", b"session_drained", "superseded", b"superseded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_damaged", b"blocks_damaged", "event", b"event", "process_gone", b"process_gone", "session_attached", b"session_attached", "session_drained", b"session_drained", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_damaged", b"blocks_damaged", "event", b"event", "event_id", b"event_id", "process_gone", b"process_gone", "session_attached", b"session_attached", "session_drained", b"session_drained", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["session_attached", "process_gone", "session_drained", "superseded", "blocks_damaged"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -1192,11 +1326,11 @@ class InventoryRequest(_message.Message):
     """Whether this is the last chunk."""
     @_builtins.property
     def hold_maps(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldMap]:
-        """Hold maps of attached processes over the whole pool, in the last chunk."""
+        """Hold maps of attached processes over the whole pool, in any chunk."""
 
     @_builtins.property
     def granted_tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantedTable]:
-        """Tables of remote sessions, in the last chunk."""
+        """Tables of remote sessions, in any chunk."""
 
     def __init__(
         self,
@@ -1228,10 +1362,13 @@ class HoldMap(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     BITMAP_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Session."""
     bitmap: _builtins.bytes
     """One bit per block, least significant bit first."""
+    lease_epoch: _builtins.int
+    """Lease epoch under which it was mapped."""
     @_builtins.property
     def process(self) -> Global___ProcessRef:
         """Process."""
@@ -1242,10 +1379,11 @@ class HoldMap(_message.Message):
         session_id: _builtins.int = ...,
         process: Global___ProcessRef | None = ...,
         bitmap: _builtins.bytes = ...,
+        lease_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bitmap", b"bitmap", "process", b"process", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bitmap", b"bitmap", "lease_epoch", b"lease_epoch", "process", b"process", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

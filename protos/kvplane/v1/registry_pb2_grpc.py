@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class PoolRegistryServiceStub(object):
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     def __init__(self, channel):
@@ -55,12 +56,14 @@ class PoolRegistryServiceStub(object):
 
 class PoolRegistryServiceServicer(object):
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     def Register(self, request, context):
-        """Register announces a shard and, after a restart of either side, what it still holds. It raises the shard's
-        incarnation in the answer; the shard stores it beside the blocks before it opens its control stream. Errors:
+        """Register announces a shard and, after a restart of either side, what it still holds. The answer's incarnation is
+        not lower than any the shard had, and the same one for a shard that registers again with the same start of the
+        control plane; the shard stores it beside the blocks before it opens its control stream. Errors:
         IDENTITY_MISMATCH (model, layout, groups or shard shape differ from the pool's), ALREADY_EXISTS (rank is taken
         by another live boot), UNSUPPORTED_FEATURE (a kind of group or a directory version this server does not know).
         """
@@ -112,7 +115,8 @@ def add_PoolRegistryServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PoolRegistryService(object):
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     @staticmethod

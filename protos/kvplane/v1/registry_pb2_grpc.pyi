@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class PoolRegistryServiceStub:
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     @_typing.overload
@@ -36,8 +37,9 @@ class PoolRegistryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PoolRegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]
-    """Register announces a shard and, after a restart of either side, what it still holds. It raises the shard's
-    incarnation in the answer; the shard stores it beside the blocks before it opens its control stream. Errors:
+    """Register announces a shard and, after a restart of either side, what it still holds. The answer's incarnation is
+    not lower than any the shard had, and the same one for a shard that registers again with the same start of the
+    control plane; the shard stores it beside the blocks before it opens its control stream. Errors:
     IDENTITY_MISMATCH (model, layout, groups or shard shape differ from the pool's), ALREADY_EXISTS (rank is taken
     by another live boot), UNSUPPORTED_FEATURE (a kind of group or a directory version this server does not know).
     """
@@ -53,13 +55,15 @@ class PoolRegistryServiceStub:
 @_typing.type_check_only
 class PoolRegistryServiceAsyncStub(PoolRegistryServiceStub):
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Register announces a shard and, after a restart of either side, what it still holds. It raises the shard's
-    incarnation in the answer; the shard stores it beside the blocks before it opens its control stream. Errors:
+    """Register announces a shard and, after a restart of either side, what it still holds. The answer's incarnation is
+    not lower than any the shard had, and the same one for a shard that registers again with the same start of the
+    control plane; the shard stores it beside the blocks before it opens its control stream. Errors:
     IDENTITY_MISMATCH (model, layout, groups or shard shape differ from the pool's), ALREADY_EXISTS (rank is taken
     by another live boot), UNSUPPORTED_FEATURE (a kind of group or a directory version this server does not know).
     """
@@ -74,7 +78,8 @@ class PoolRegistryServiceAsyncStub(PoolRegistryServiceStub):
 
 class PoolRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     """PoolRegistryService is called by compute services. Every message from the control plane to a shard carries
-    (incarnation, boot id, sequence); a shard refuses a lower incarnation, another boot, and a sequence it has applied.
+    (incarnation, boot id, sequence); a shard refuses a lower incarnation and another boot, and answers a sequence that it
+    has carried out already with the acknowledgement it has stored.
     """
 
     @_abc_1.abstractmethod
@@ -83,8 +88,9 @@ class PoolRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.RegisterResponse, _abc.Awaitable[_registry_pb2.RegisterResponse]]:
-        """Register announces a shard and, after a restart of either side, what it still holds. It raises the shard's
-        incarnation in the answer; the shard stores it beside the blocks before it opens its control stream. Errors:
+        """Register announces a shard and, after a restart of either side, what it still holds. The answer's incarnation is
+        not lower than any the shard had, and the same one for a shard that registers again with the same start of the
+        control plane; the shard stores it beside the blocks before it opens its control stream. Errors:
         IDENTITY_MISMATCH (model, layout, groups or shard shape differ from the pool's), ALREADY_EXISTS (rank is taken
         by another live boot), UNSUPPORTED_FEATURE (a kind of group or a directory version this server does not know).
         """

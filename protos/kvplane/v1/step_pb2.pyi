@@ -308,8 +308,9 @@ class Step(_message.Message):
     ADVANCE_FIELD_NUMBER: _builtins.int
     ADMIT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
-    """Rises by one with each step of a stream epoch, from 1. A repeated id returns the stored response; another
-    one is refused with STEP_OUT_OF_ORDER. At most 4 steps may be unanswered.
+    """Rises by one with each step of the session, from 1, and never starts again: the first step after a declaration is
+    the one after `Declaration.last_sent_step`. A repeated id returns the stored response; any other is refused with
+    STEP_OUT_OF_ORDER, a fifth unanswered step with RESOURCE_EXHAUSTED (`unanswered_steps`).
     """
     last_seen_step: _builtins.int
     """Newest step whose response the engine has acted on; older responses are dropped."""
@@ -325,7 +326,7 @@ class Step(_message.Message):
     """
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Ack]:
-        """Ended transfers."""
+        """Ended transfers of `StepResult.transfers`."""
 
     @_builtins.property
     def observe(self) -> Global___Observe:
@@ -585,7 +586,7 @@ class Retain(_message.Message):
     sequence_id: _builtins.int
     """Sequence, also named in `Finish.sequence_ids`."""
     op_id: _builtins.int
-    """Identity under which it can be adopted, unique in its pool epoch."""
+    """Identity under which it can be adopted, chosen by the engine, unique in its session."""
     ttl_ms: _builtins.int
     """How long the blocks are kept without an adoption or a renewal, in milliseconds."""
     def __init__(
@@ -738,6 +739,32 @@ class Advance(_message.Message):
 Global___Advance: _TypeAlias = Advance  # noqa: Y015
 
 @_typing.final
+class Adoption(_message.Message):
+    """Adoption names a retained sequence of another session of the same tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """Session that retained it."""
+    op_id: _builtins.int
+    """`Retain.op_id`."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        op_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["op_id", b"op_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adoption: _TypeAlias = Adoption  # noqa: Y015
+
+@_typing.final
 class ExternalTokens(_message.Message):
     """ExternalTokens says that KV behind the local hit comes from outside the pool."""
 
@@ -784,7 +811,7 @@ class NewSequence(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     ALLOW_PARTIAL_FIELD_NUMBER: _builtins.int
     EXTERNAL_TOKENS_FIELD_NUMBER: _builtins.int
-    ADOPT_OP_ID_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -808,10 +835,8 @@ class NewSequence(_message.Message):
     """What it is for."""
     allow_partial: _builtins.bool
     """Whether a part of the prompt may be admitted when the whole does not fit (LOAD and STORE)."""
-    adopt_op_id: _builtins.int
-    """Operation of a `Retain` whose blocks this sequence takes over."""
     priority: _builtins.int
-    """Priority class: a lower number yields later. 0 is the most important."""
+    """Priority class: a lower number is more important and yields later. 0 is what most requests have."""
     arrival_rank: _builtins.int
     """Order of arrival at the engine, for ageing and for the choice of victims. Absent: the order in which the control
     plane first heard of it.
@@ -829,6 +854,10 @@ class NewSequence(_message.Message):
     @_builtins.property
     def external_tokens(self) -> Global___ExternalTokens:
         """KV that comes from outside."""
+
+    @_builtins.property
+    def adopt(self) -> Global___Adoption:
+        """Retained sequence whose blocks this one takes over."""
 
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RetentionRange]:
@@ -852,19 +881,17 @@ class NewSequence(_message.Message):
         purpose: Global___Purpose.ValueType = ...,
         allow_partial: _builtins.bool = ...,
         external_tokens: Global___ExternalTokens | None = ...,
-        adopt_op_id: _builtins.int | None = ...,
+        adopt: Global___Adoption | None = ...,
         retention: _abc.Iterable[_types_pb2.RetentionRange] | None = ...,
         hints: _types_pb2.ReuseHints | None = ...,
         priority: _builtins.int = ...,
         arrival_rank: _builtins.int | None = ...,
         request_name: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adopt_op_id", b"adopt_op_id", "arrival_rank", b"arrival_rank", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "read_cache", b"read_cache", "write_cache", b"write_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adopt", b"adopt", "arrival_rank", b"arrival_rank", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "read_cache", b"read_cache", "write_cache", b"write_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id", "_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adapters", b"adapters", "adopt_op_id", b"adopt_op_id", "allow_partial", b"allow_partial", "arrival_rank", b"arrival_rank", "content", b"content", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "namespace_id", b"namespace_id", "priority", b"priority", "purpose", b"purpose", "read_cache", b"read_cache", "request_name", b"request_name", "retention", b"retention", "sequence_id", b"sequence_id", "tokens", b"tokens", "write_cache", b"write_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_arrival_rank", b"_arrival_rank", "_max_hit_tokens", b"_max_hit_tokens", "_read_cache", b"_read_cache", "_write_cache", b"_write_cache", "adapters", b"adapters", "adopt", b"adopt", "allow_partial", b"allow_partial", "arrival_rank", b"arrival_rank", "content", b"content", "external_tokens", b"external_tokens", "hints", b"hints", "max_hit_tokens", b"max_hit_tokens", "namespace_id", b"namespace_id", "priority", b"priority", "purpose", b"purpose", "read_cache", b"read_cache", "request_name", b"request_name", "retention", b"retention", "sequence_id", b"sequence_id", "tokens", b"tokens", "write_cache", b"write_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__adopt_op_id: _TypeAlias = _typing.Literal["adopt_op_id"]  # noqa: Y015
-    _WhichOneofArgType__adopt_op_id: _TypeAlias = _typing.Literal["_adopt_op_id", b"_adopt_op_id"]  # noqa: Y015
     _WhichOneofReturnType__arrival_rank: _TypeAlias = _typing.Literal["arrival_rank"]  # noqa: Y015
     _WhichOneofArgType__arrival_rank: _TypeAlias = _typing.Literal["_arrival_rank", b"_arrival_rank"]  # noqa: Y015
     _WhichOneofReturnType__max_hit_tokens: _TypeAlias = _typing.Literal["max_hit_tokens"]  # noqa: Y015
@@ -873,8 +900,6 @@ class NewSequence(_message.Message):
     _WhichOneofArgType__read_cache: _TypeAlias = _typing.Literal["_read_cache", b"_read_cache"]  # noqa: Y015
     _WhichOneofReturnType__write_cache: _TypeAlias = _typing.Literal["write_cache"]  # noqa: Y015
     _WhichOneofArgType__write_cache: _TypeAlias = _typing.Literal["_write_cache", b"_write_cache"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__adopt_op_id) -> _WhichOneofReturnType__adopt_op_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__arrival_rank) -> _WhichOneofReturnType__arrival_rank | None: ...
     @_typing.overload
@@ -1149,12 +1174,16 @@ Global___Grant: _TypeAlias = Grant  # noqa: Y015
 
 @_typing.final
 class GrantBody(_message.Message):
-    """GrantBody is what a compute service applies, in the order of `number`, once its HMAC holds. A number it has
-    applied already changes nothing; a gap is refused with NOT_GRANTED.
+    """GrantBody is what a compute service applies once its HMAC holds. Step grants are applied in the order of `number`: one
+    that was applied already changes nothing, a gap is refused with NOT_GRANTED. Inside a grant the order is: reset,
+    truncations, forks, releases, table deltas, copies.
+
+    A shard keeps per block how many slots are filled: writing raises it, only a truncation (or a new occupant) lowers it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     POOL_ID_FIELD_NUMBER: _builtins.int
     POOL_EPOCH_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -1162,15 +1191,19 @@ class GrantBody(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
-    TABLE_DELTAS_FIELD_NUMBER: _builtins.int
-    RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TRUNCATED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    TRUNCATED_LENGTHS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
     FORKED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     FORK_PARENTS_FIELD_NUMBER: _builtins.int
-    FORK_LENGTHS_FIELD_NUMBER: _builtins.int
+    FORK_TOKENS_FIELD_NUMBER: _builtins.int
+    RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    TABLE_DELTAS_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    EXPORT_OP_ID_FIELD_NUMBER: _builtins.int
+    EXPIRES_TIME_MS_FIELD_NUMBER: _builtins.int
+    READABLE_FIELD_NUMBER: _builtins.int
     pool_id: _builtins.str
     """Pool."""
     pool_epoch: _builtins.int
@@ -1184,21 +1217,31 @@ class GrantBody(_message.Message):
     lease_epoch: _builtins.int
     """Lease of the session."""
     number: _builtins.int
-    """Number of this grant in its session, from 1."""
+    """Number of this grant in its session, from 1. 0: an export grant, which stands alone."""
+    reset: _builtins.bool
+    """This grant replaces all tables of the session; numbering goes on from its number (after a declaration or a resume)."""
     step_id: _builtins.int
     """Step that it belongs to."""
-    released_sequence_ids: _builtins.bytes
-    """Sequences that are no longer granted, packed u64."""
     truncated_sequence_ids: _builtins.bytes
-    """Sequences cut to a number of table entries in every group, packed u64."""
-    truncated_lengths: _builtins.bytes
-    """Table entries that stay, packed u32, one per entry of `truncated_sequence_ids`."""
+    """Sequences cut to a length, packed u64: table entries and filled slots behind it are dropped."""
+    truncated_tokens: _builtins.bytes
+    """Tokens that stay, packed u32, one per entry of `truncated_sequence_ids`."""
     forked_sequence_ids: _builtins.bytes
-    """New sequences that start as copies of others' tables, packed u64."""
+    """New sequences that start with entries of another's table, packed u64."""
     fork_parents: _builtins.bytes
     """Their parents, packed u64."""
-    fork_lengths: _builtins.bytes
-    """Table entries shared with the parent in every group, packed u32."""
+    fork_tokens: _builtins.bytes
+    """Tokens whose table entries are shared with the parent, packed u32."""
+    released_sequence_ids: _builtins.bytes
+    """Sequences that are no longer granted, packed u64."""
+    export_op_id: _builtins.int
+    """Operation of an export grant."""
+    expires_time_ms: _builtins.int
+    """When an export grant ends, in milliseconds since the epoch."""
+    @_builtins.property
+    def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that a shard must have built to apply this grant; otherwise it refuses it whole."""
+
     @_builtins.property
     def table_deltas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableDelta]:
         """What is granted."""
@@ -1207,9 +1250,14 @@ class GrantBody(_message.Message):
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Transfer]:
         """Copies to run before the first write to their destinations."""
 
+    @_builtins.property
+    def readable(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockList]:
+        """Blocks that an export grant lets its holder read."""
+
     def __init__(
         self,
         *,
+        required_features: _abc.Iterable[_builtins.str] | None = ...,
         pool_id: _builtins.str = ...,
         pool_epoch: _builtins.int = ...,
         incarnation: _builtins.int = ...,
@@ -1217,19 +1265,23 @@ class GrantBody(_message.Message):
         session_id: _builtins.int = ...,
         lease_epoch: _builtins.int = ...,
         number: _builtins.int = ...,
+        reset: _builtins.bool = ...,
         step_id: _builtins.int = ...,
-        table_deltas: _abc.Iterable[_types_pb2.TableDelta] | None = ...,
-        released_sequence_ids: _builtins.bytes = ...,
         truncated_sequence_ids: _builtins.bytes = ...,
-        truncated_lengths: _builtins.bytes = ...,
+        truncated_tokens: _builtins.bytes = ...,
         forked_sequence_ids: _builtins.bytes = ...,
         fork_parents: _builtins.bytes = ...,
-        fork_lengths: _builtins.bytes = ...,
+        fork_tokens: _builtins.bytes = ...,
+        released_sequence_ids: _builtins.bytes = ...,
+        table_deltas: _abc.Iterable[_types_pb2.TableDelta] | None = ...,
         copies: _abc.Iterable[_types_pb2.Transfer] | None = ...,
+        export_op_id: _builtins.int = ...,
+        expires_time_ms: _builtins.int = ...,
+        readable: _abc.Iterable[_types_pb2.BlockList] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_ids", b"boot_ids", "copies", b"copies", "fork_lengths", b"fork_lengths", "fork_parents", b"fork_parents", "forked_sequence_ids", b"forked_sequence_ids", "incarnation", b"incarnation", "lease_epoch", b"lease_epoch", "number", b"number", "pool_epoch", b"pool_epoch", "pool_id", b"pool_id", "released_sequence_ids", b"released_sequence_ids", "session_id", b"session_id", "step_id", b"step_id", "table_deltas", b"table_deltas", "truncated_lengths", b"truncated_lengths", "truncated_sequence_ids", b"truncated_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_ids", b"boot_ids", "copies", b"copies", "expires_time_ms", b"expires_time_ms", "export_op_id", b"export_op_id", "fork_parents", b"fork_parents", "fork_tokens", b"fork_tokens", "forked_sequence_ids", b"forked_sequence_ids", "incarnation", b"incarnation", "lease_epoch", b"lease_epoch", "number", b"number", "pool_epoch", b"pool_epoch", "pool_id", b"pool_id", "readable", b"readable", "released_sequence_ids", b"released_sequence_ids", "required_features", b"required_features", "reset", b"reset", "session_id", b"session_id", "step_id", b"step_id", "table_deltas", b"table_deltas", "truncated_sequence_ids", b"truncated_sequence_ids", "truncated_tokens", b"truncated_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1271,7 +1323,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Transfer]:
-        """Copies to run on the step's stream before anything that reads their destinations."""
+        """Copies to run on the step's stream before anything that reads their destinations. For remote sessions the shards run
+        them, told by the grant; the engine sees here which it has to acknowledge once its step has completed.
+        """
 
     @_builtins.property
     def state_changes(self) -> Global___StateChanges:

@@ -7,6 +7,11 @@ Packed arrays. A field of type `bytes` whose comment says "packed u32" or "packe
 little-endian integers and nothing else. A length that is no multiple of the element size, or parallel
 arrays of different lengths, are refused with INVALID_ARGUMENT and the field's name. Packed, 131,072 token
 ids cost well under a millisecond; as `repeated uint32` they cost more than ten.
+
+Features. proto3 drops unknown fields in silence, so whoever relies on one names its feature in
+`required_features`; a server refuses a feature it does not know or has not built with UNSUPPORTED_FEATURE. A set
+field whose behaviour is not built, and a oneof without a value, are refused too, never ignored. docs/compatibility.md
+lists which field belongs to which feature.
 """
 
 from collections import abc as _abc
@@ -250,6 +255,30 @@ POOL_STATE_LOST: PoolState.ValueType  # 4
 """The bytes of this epoch are gone."""
 Global___PoolState: _TypeAlias = PoolState  # noqa: Y015
 
+class _SessionMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_MODE_UNSPECIFIED: _SessionMode.ValueType  # 0
+    """Not set: refused."""
+    SESSION_MODE_ATTACHED: _SessionMode.ValueType  # 1
+    """The engine maps the pool and is trusted with all of it."""
+    SESSION_MODE_REMOTE: _SessionMode.ValueType  # 2
+    """The compute services execute for the engine, on granted tables only."""
+
+class SessionMode(_SessionMode, metaclass=_SessionModeEnumTypeWrapper):
+    """SessionMode says how an engine reaches the bytes."""
+
+SESSION_MODE_UNSPECIFIED: SessionMode.ValueType  # 0
+"""Not set: refused."""
+SESSION_MODE_ATTACHED: SessionMode.ValueType  # 1
+"""The engine maps the pool and is trusted with all of it."""
+SESSION_MODE_REMOTE: SessionMode.ValueType  # 2
+"""The compute services execute for the engine, on granted tables only."""
+Global___SessionMode: _TypeAlias = SessionMode  # noqa: Y015
+
 class _HitReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -435,7 +464,7 @@ class Transfer(_message.Message):
     kind: Global___TransferKind.ValueType
     """What to do."""
     slots: _builtins.bytes
-    """How many slots of each block are moved, packed u32. Empty: whole blocks."""
+    """How many slots of each block are moved, packed u32, over all lists. Empty: whole blocks."""
     sequence_id: _builtins.int
     """Sequence on whose behalf the transfer runs, when there is one."""
     locator: _builtins.str
@@ -445,12 +474,12 @@ class Transfer(_message.Message):
     destination_slots: _builtins.bytes
     """First slot that is written in each block, packed u32. Empty: the first."""
     @_builtins.property
-    def source(self) -> Global___BlockList:
-        """Blocks that are read. Empty when the bytes come from outside."""
+    def source(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
+        """Blocks that are read, one list per group and segment. Empty when the bytes come from outside."""
 
     @_builtins.property
-    def destination(self) -> Global___BlockList:
-        """Blocks that are written; parallel to `source` where both are given. Empty when the bytes leave the pool."""
+    def destination(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
+        """Blocks that are written; list by list parallel to `source` where both are given. Empty when the bytes leave the pool."""
 
     @_builtins.property
     def layers(self) -> Global___LayerRange:
@@ -461,8 +490,8 @@ class Transfer(_message.Message):
         *,
         op_id: _builtins.int = ...,
         kind: Global___TransferKind.ValueType = ...,
-        source: Global___BlockList | None = ...,
-        destination: Global___BlockList | None = ...,
+        source: _abc.Iterable[Global___BlockList] | None = ...,
+        destination: _abc.Iterable[Global___BlockList] | None = ...,
         slots: _builtins.bytes = ...,
         layers: Global___LayerRange | None = ...,
         sequence_id: _builtins.int | None = ...,
@@ -470,7 +499,7 @@ class Transfer(_message.Message):
         source_slots: _builtins.bytes = ...,
         destination_slots: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence_id", b"_sequence_id", "destination", b"destination", "layers", b"layers", "sequence_id", b"sequence_id", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence_id", b"_sequence_id", "layers", b"layers", "sequence_id", b"sequence_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence_id", b"_sequence_id", "destination", b"destination", "destination_slots", b"destination_slots", "kind", b"kind", "layers", b"layers", "locator", b"locator", "op_id", b"op_id", "sequence_id", b"sequence_id", "slots", b"slots", "source", b"source", "source_slots", b"source_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -1108,7 +1137,9 @@ class ContentSpan(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.int
-    """Tag of the kind: 0x20 multimodal, 0x21 prompt embedding, others up to 0x2f are open and hashed as they come."""
+    """Tag of the kind: 0x20 multimodal, 0x21 prompt embedding; 0x28 to 0x2f are open and hashed as they come. 0x22 is what
+    adapter spans are hashed as and cannot be given here; 0x23 to 0x27 are reserved. Others are refused.
+    """
     content: _builtins.bytes
     """Hash of the content, at most 64 bytes."""
     first_token: _builtins.int
@@ -1133,7 +1164,9 @@ Global___ContentSpan: _TypeAlias = ContentSpan  # noqa: Y015
 
 @_typing.final
 class AdapterSpan(_message.Message):
-    """AdapterSpan says that tokens were computed under another adapter than the namespace's."""
+    """AdapterSpan says that tokens were computed under another adapter than the namespace's. It is hashed into the blocks
+    it overlaps (docs/digests.md).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1164,6 +1197,44 @@ class AdapterSpan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdapterSpan: _TypeAlias = AdapterSpan  # noqa: Y015
+
+@_typing.final
+class Prompt(_message.Message):
+    """Prompt is token ids with everything else that their KV depends on: what names a prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """Token ids, packed u32."""
+    namespace_id: _builtins.int
+    """Namespace, from RegisterNamespace. 0 is the session's own."""
+    @_builtins.property
+    def content(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentSpan]:
+        """Content besides tokens."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterSpan]:
+        """Parts computed under other adapters."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        namespace_id: _builtins.int = ...,
+        content: _abc.Iterable[Global___ContentSpan] | None = ...,
+        adapters: _abc.Iterable[Global___AdapterSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "content", b"content", "namespace_id", b"namespace_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class RetentionRange(_message.Message):

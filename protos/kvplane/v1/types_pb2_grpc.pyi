@@ -7,6 +7,11 @@ Packed arrays. A field of type `bytes` whose comment says "packed u32" or "packe
 little-endian integers and nothing else. A length that is no multiple of the element size, or parallel
 arrays of different lengths, are refused with INVALID_ARGUMENT and the field's name. Packed, 131,072 token
 ids cost well under a millisecond; as `repeated uint32` they cost more than ten.
+
+Features. proto3 drops unknown fields in silence, so whoever relies on one names its feature in
+`required_features`; a server refuses a feature it does not know or has not built with UNSUPPORTED_FEATURE. A set
+field whose behaviour is not built, and a oneof without a value, are refused too, never ignored. docs/compatibility.md
+lists which field belongs to which feature.
 """
 
 from collections import abc as _abc

@@ -22,14 +22,31 @@ _PARENT = 0x10
 _TOKENS = 0x30
 _LOOKAHEAD = 0x31
 
+_ADAPTER_ID = 0x50
+_ADAPTER_REVISION = 0x51
+
 _PARENT_HEADER = struct.pack("<BI", _PARENT, DIGEST_BYTES)
 
 
 class ExtraKeyKind(IntEnum):
-    """What an extra key stands for. The values are tags of the encoding; unknown kinds hash as they come."""
+    """What an extra key stands for. The values are tags of the encoding; open kinds hash as they come."""
 
     MULTIMODAL = 0x20
     PROMPT_EMBEDDING = 0x21
+    ADAPTER = 0x22
+    """Tokens computed under another adapter than the namespace's; see `adapter_content`."""
+
+
+OPEN_KINDS = range(0x28, 0x30)
+"""Kinds that clients may use for content of their own."""
+
+CONTENT_KINDS = frozenset({ExtraKeyKind.MULTIMODAL, ExtraKeyKind.PROMPT_EMBEDDING, *OPEN_KINDS})
+"""Kinds that a client may give; adapter spans are encoded by the server."""
+
+
+def adapter_content(adapter_id: str, adapter_revision: str) -> bytes:
+    """Content of an extra key of kind ADAPTER: SHA-256 over both names as length-prefixed fields."""
+    return sha256(tlv.text(_ADAPTER_ID, adapter_id) + tlv.text(_ADAPTER_REVISION, adapter_revision)).digest()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +54,7 @@ class ExtraKey:
     """Something besides token ids that a block's KV depends on."""
 
     kind: int
-    """Tag of the encoding: `ExtraKeyKind`, or an open kind between 0x22 and 0x2f."""
+    """Tag of the encoding: `ExtraKeyKind`, or one of `OPEN_KINDS`."""
     content: bytes
     """Hash of the content (an image, a slice of embeddings)."""
     offset: int
@@ -59,8 +76,11 @@ def block_digest(parent: Digest, tokens: bytes, extra_keys: Sequence[ExtraKey] =
     """Digest of one block: `tokens` and `lookahead` are packed little-endian u32.
 
     Extra keys are hashed in the order (kind, content, offset), so that the caller's order is no part of the
-    identity. `lookahead` holds the tokens after the block that a draft model's KV depends on.
+    identity. `lookahead` holds the tokens after the block that a draft model's KV depends on. Raises `ValueError` for
+    a parent of another length than 32 and for tokens cut short.
     """
+    if len(parent) != DIGEST_BYTES or len(tokens) % TOKEN_BYTES or len(lookahead) % TOKEN_BYTES:
+        raise ValueError(f"parent of {len(parent)} bytes, tokens of {len(tokens)}, lookahead of {len(lookahead)}")
     message = _PARENT_HEADER + parent
     for key in sorted(extra_keys):
         message += key.encode()

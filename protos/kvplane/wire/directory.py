@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplane.wire.identity import DIGEST_BYTES, ModelIdentity
+from kvplane.wire.limits import NAME_BYTES
 
 MAGIC = b"KVPLDIR\0"
 VERSION = 1
 HEADER_BYTES = 4096
-MODEL_IDENTITY_BYTES = 2048
-TENANT_BYTES = 64
-NAMESPACE_IDENTITY_BYTES = 384
+MODEL_IDENTITY_BYTES = 1024
+NAMESPACE_IDENTITY_BYTES = 1024
 
 SEALED = np.uint16(1)
 """Flag of a row whose block is written, immutable, and carries the digest beside it."""
 
 IN_USE = np.uint32(1)
-"""Flag of a namespace, session or process row that holds one."""
+"""Flag of a namespace, session or process row that holds one (`kvplane.wire.tables`)."""
 
 HEADER = np.dtype(
     {
@@ -49,41 +49,37 @@ HEADER = np.dtype(
             "sessions_offset",
             "processes_offset",
             "rows_offset",
-            "model_identity_length",
-            "model_identity",
+            "model_slot",
+            "model_lengths",
+            "model_identities",
         ],
         "formats": [
             "S8", "<u4", "<u4", "<u4", "<u4", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4", "<u4", "<u4",
-            "<u8", "<u8", "<u8", "<u8", "<u4", f"V{MODEL_IDENTITY_BYTES}",
+            "<u8", "<u8", "<u8", "<u8", "<u4", ("<u4", (2,)), (f"V{MODEL_IDENTITY_BYTES}", (2,)),
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 128],
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 100, 128],
         "itemsize": HEADER_BYTES,
     }
 )  # fmt: skip
 
 NAMESPACE_ROW = np.dtype(
     {
-        "names": ["flags", "namespace_id", "version", "root", "tenant", "identity_length", "identity"],
-        "formats": [
-            "<u4",
-            "<u4",
-            "<u8",
-            f"V{DIGEST_BYTES}",
-            f"V{TENANT_BYTES}",
-            "<u4",
-            f"V{NAMESPACE_IDENTITY_BYTES}",
-        ],
-        "offsets": [0, 4, 8, 16, 48, 112, 128],
-        "itemsize": 512,
+        "names": ["flags", "namespace_id", "version", "root", "tenant", "tenant_length", "identity_length", "identity"],
+        "formats": ["<u4", "<u4", "<u8", f"V{DIGEST_BYTES}", f"V{NAME_BYTES}", "<u4", "<u4",
+                    f"V{NAMESPACE_IDENTITY_BYTES}"],
+        "offsets": [0, 4, 8, 16, 48, 304, 308, 320],
+        "itemsize": 1344,
     }
-)
+)  # fmt: skip
 
 SESSION_ROW = np.dtype(
     {
-        "names": ["flags", "ttl_ms", "session_id", "lease_epoch", "last_grant", "mode", "fenced", "max_sequences", "tenant"],
-        "formats": ["<u4", "<u4", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", f"V{TENANT_BYTES}"],
-        "offsets": [0, 4, 8, 16, 24, 32, 36, 40, 48],
-        "itemsize": 128,
+        "names": ["flags", "ttl_ms", "session_id", "lease_epoch", "last_grant", "mode", "fenced", "max_sequences",
+                  "tenant_length", "tenant", "secret_sha256"],
+        "formats": ["<u4", "<u4", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4", f"V{NAME_BYTES}",
+                    f"V{DIGEST_BYTES}"],
+        "offsets": [0, 4, 8, 16, 24, 32, 36, 40, 44, 48, 304],
+        "itemsize": 384,
     }
 )  # fmt: skip
 
@@ -110,6 +106,8 @@ Rows = npt.NDArray[np.void]
 """Structured rows of one of the types above."""
 
 _ROW_WORDS = BLOCK_ROW.itemsize // 8
+# An all-zero row must not pass: the sum starts with a constant.
+_CHECK_START = np.uint64(0x6B76706C616E6531)
 # Odd multipliers make every bit of every word count; the constants are those of splitmix64's increments.
 _CHECK_FACTORS = (np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 # Word 1 holds row_check, filled and flags: only `filled` is covered.
@@ -161,9 +159,20 @@ class Directory:
     @property
     def model_identity(self) -> bytes:
         """Encoded `ModelIdentity` of the pool."""
-        length = int(self.header["model_identity_length"][0])
-        identity: bytes = self.header["model_identity"][0].tobytes()
+        slot = int(self.header["model_slot"][0]) & 1
+        length = int(self.header["model_lengths"][0, slot])
+        identity: bytes = self.header["model_identities"][0, slot].tobytes()
         return identity[:length]
+
+    def put_model(self, identity: bytes) -> None:
+        """Replace the model identity (weight update): the other slot is written first, then selected, so that a writer
+        that dies leaves the old one. Raises `ValueError` when it does not fit."""
+        if len(identity) > MODEL_IDENTITY_BYTES:
+            raise ValueError(f"model identity has {len(identity)} bytes, at most {MODEL_IDENTITY_BYTES} fit")
+        other = 1 - (int(self.header["model_slot"][0]) & 1)
+        self.header["model_identities"][0, other] = np.void(identity.ljust(MODEL_IDENTITY_BYTES, b"\0"))
+        self.header["model_lengths"][0, other] = len(identity)
+        self.header["model_slot"][0] = other
 
 
 def format_directory(buffer: memoryview, spec: DirectorySpec) -> Directory:
@@ -172,9 +181,6 @@ def format_directory(buffer: memoryview, spec: DirectorySpec) -> Directory:
     `valid` is set last: memory whose writer died earlier is not taken for a directory. Raises `ValueError` when
     the buffer is too small or the model identity too long.
     """
-    identity = spec.model.encode()
-    if len(identity) > MODEL_IDENTITY_BYTES:
-        raise ValueError(f"model identity has {len(identity)} bytes, at most {MODEL_IDENTITY_BYTES} fit")
     if len(buffer) < spec.num_bytes:
         raise ValueError(f"directory needs {spec.num_bytes} bytes, the memory has {len(buffer)}")
     header = np.frombuffer(buffer, HEADER, 1)
@@ -197,12 +203,13 @@ def format_directory(buffer: memoryview, spec: DirectorySpec) -> Directory:
         "sessions_offset": sessions,
         "processes_offset": processes,
         "rows_offset": rows,
-        "model_identity_length": len(identity),
-        "model_identity": np.void(identity.ljust(MODEL_IDENTITY_BYTES, b"\0")),
+        "model_slot": 1,
     }.items():
         header[name] = value
+    directory = _views(buffer, header)
+    directory.put_model(spec.model.encode())
     header["valid"] = 1
-    return open_directory(buffer)
+    return directory
 
 
 def open_directory(buffer: memoryview) -> Directory:
@@ -217,7 +224,10 @@ def open_directory(buffer: memoryview) -> Directory:
         raise ValueError(f"directory has layout version {header['version'][0]}, this is version {VERSION}")
     if not header["valid"][0]:
         raise ValueError("directory was invalidated or never finished")
+    return _views(buffer, header)
 
+
+def _views(buffer: memoryview, header: Rows) -> Directory:
     def view(name: str, dtype: np.dtype[np.void]) -> Rows:
         count = int(header[f"num_{name}"][0])
         offset = int(header["rows_offset" if name == "blocks" else f"{name}_offset"][0])
@@ -243,7 +253,7 @@ def row_checks(rows: Rows) -> npt.NDArray[np.uint32]:
     folded = words.copy()
     folded[:, 1] &= _FILLED_MASK
     folded ^= folded >> np.uint64(32)
-    total: npt.NDArray[np.uint64] = (folded * _CHECK_FACTORS).sum(axis=1, dtype=np.uint64)
+    total: npt.NDArray[np.uint64] = (folded * _CHECK_FACTORS).sum(axis=1, dtype=np.uint64) + _CHECK_START
     return (total >> np.uint64(32)).astype(np.uint32)
 
 
@@ -276,6 +286,6 @@ def void(rows: Rows, block_ids: npt.NDArray[np.integer]) -> None:
 def sealed_mask(rows: Rows, stamps: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
     """Which rows count: sealed, untorn, and written by the block's newest occupant. Shape [n]."""
     mask: npt.NDArray[np.bool_] = (rows["flags"] & SEALED) != 0
-    mask &= rows["generation"] == stamps
+    mask &= (rows["generation"] == stamps) & (stamps != 0)
     mask &= rows["row_check"] == row_checks(rows)
     return mask

@@ -1,4 +1,4 @@
-"""Features that a client may rely on. What is not named here is refused, since proto3 drops unknown fields in silence."""
+"""Features that a client may rely on. What is not named here is refused: proto3 drops unknown fields in silence."""
 
 from collections.abc import Iterable
 

@@ -28,7 +28,7 @@ _KEEPALIVE: Options = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
-# Only calls that change nothing: everything else is made idempotent by ids and repeated by the SDK itself.
+# Only calls that change nothing but a lease: everything else is made idempotent by ids and repeated by the SDK itself.
 _RETRIED = [
     {"service": "kvplane.v1.CacheService", "method": method}
     for method in ("GetPool", "ListPools", "Explain", "Heartbeat")

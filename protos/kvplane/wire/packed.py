@@ -16,13 +16,27 @@ U64Array = npt.NDArray[np.uint64]
 
 
 def pack_u32(values: npt.ArrayLike) -> bytes:
-    """Encode integers; no copy is made beyond the result. Raises `OverflowError` for a Python int out of range."""
-    return np.ascontiguousarray(values, dtype=U32).tobytes()
+    """Encode integers. Raises `OverflowError` for a value out of range and `TypeError` for what is no integer."""
+    return _pack(values, U32)
 
 
 def pack_u64(values: npt.ArrayLike) -> bytes:
-    """Encode integers; no copy is made beyond the result. Raises `OverflowError` for a Python int out of range."""
-    return np.ascontiguousarray(values, dtype=U64).tobytes()
+    """Encode integers. Raises `OverflowError` for a value out of range and `TypeError` for what is no integer."""
+    return _pack(values, U64)
+
+
+def _pack(values: npt.ArrayLike, dtype: np.dtype[np.unsignedinteger]) -> bytes:
+    if not isinstance(values, np.ndarray):
+        if any(isinstance(value, float) for value in values) if isinstance(values, list | tuple) else False:
+            raise TypeError("packed arrays hold integers")
+        return np.asarray(values, dtype=dtype).tobytes()
+    if values.dtype != dtype and values.size:
+        if values.dtype.kind not in "iu":
+            raise TypeError(f"packed arrays hold integers, not {values.dtype}")
+        # numpy would wrap silently: a negative or too large id must never become another one.
+        if int(values.min()) < 0 or int(values.max()) > np.iinfo(dtype).max:
+            raise OverflowError(f"values from {values.min()} to {values.max()} do not fit {dtype}")
+    return values.astype(dtype, copy=False).tobytes()
 
 
 def unpack_u32(field: str, packed: bytes, count: int | None = None) -> U32Array:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
@@ -56,7 +57,8 @@ def to_status(error: KvplaneError) -> Status:
 
 def from_status(status: Status) -> KvplaneError:
     """Decode a status whose code is not OK. Any server's status is understood: an unknown reason falls back to
-    the general class of its code. Raises `ValueError` when the code is OK, which is no error."""
+    the general class of its code, and a detail that does not parse is left out. Raises `ValueError` when the code
+    is OK, which is no error."""
     if status.code == 0:
         raise ValueError("status is OK")
     info = ErrorInfo()
@@ -64,12 +66,17 @@ def from_status(status: Status) -> KvplaneError:
     retry_after: float | None = None
     for detail in status.details:
         bad_request, retry = BadRequest(), RetryInfo()
-        if detail.Unpack(info):
+        try:
+            if detail.Unpack(info):
+                continue
+            if detail.Unpack(bad_request):
+                violations = tuple(
+                    FieldViolation(each.field, each.description) for each in bad_request.field_violations
+                )
+            elif detail.Unpack(retry):
+                retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+        except DecodeError:
             continue
-        if detail.Unpack(bad_request):
-            violations = tuple(FieldViolation(each.field, each.description) for each in bad_request.field_violations)
-        elif detail.Unpack(retry):
-            retry_after = retry.retry_delay.ToNanoseconds() / 1e9
     code = _CODES.get(status.code, Code.UNKNOWN)
     kind = _BY_REASON.get(info.reason) if info.domain == DOMAIN else None
     if kind is None or kind.code != code:
@@ -87,14 +94,19 @@ def from_status(status: Status) -> KvplaneError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvplaneError:
-    """Decode what a failed call raised, sync or aio, with or without rich details."""
+    """Decode what a failed call raised, sync or aio, with or without rich details. The call's own code decides."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return KvplaneError(str(error))
+    code = error.code()
+    bare = Status(code=code.value[0] or int(Code.UNKNOWN), message=error.details() or code.name)
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
-            return from_status(Status.FromString(value))
-    code = error.code()
-    return from_status(Status(code=code.value[0], message=error.details() or code.name))
+            try:
+                rich = Status.FromString(value)
+            except DecodeError:
+                break
+            return from_status(rich if rich.code == bare.code else bare)
+    return from_status(bare)
 
 
 def abort_status(error: KvplaneError) -> grpc.Status:

@@ -99,7 +99,7 @@ class CacheCore:
             rows.grow(first_row + max_sequences)
         self._last_session += 1
         session = Session(
-            self._last_session,
+            session_id or self._last_session,
             first_row,
             max_sequences,
             ttl_seconds,
@@ -170,6 +170,22 @@ class CacheCore:
             session.ledger.reject(step.step_id, error)
             raise
         return session.ledger.accept(step.step_id, result)
+
+    def reject(
+        self, session_id: int, step_id: int, last_seen_step: int, error: KvplaneError, now: float
+    ) -> KvplaneError:
+        """Spend the id of a step that could not be read, so that steps sent behind it are rejected too (I6).
+
+        Returns the error to answer with. Raises like `step` when the id is not the next one.
+        """
+        session = self._session(session_id, now)
+        stored = session.ledger.begin(step_id, last_seen_step)
+        session.renew(now)
+        if isinstance(stored, KvplaneError):
+            return stored
+        if stored is not None:
+            return error
+        return session.ledger.reject(step_id, error)
 
     def take_seals(self) -> SealBatch | None:
         """Blocks filled since the last call, for the shards to seal; None when there are none."""
