@@ -7,13 +7,18 @@ half of pickled tuples at equal strength, and any language can compute the same 
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 
+import numpy as np
+import numpy.typing as npt
+
 from kvplane.wire import tlv
 from kvplane.wire.identity import DIGEST_BYTES, Digest
+
+U8 = npt.NDArray[np.uint8]
 
 TOKEN_BYTES = 4
 """A token id travels and is hashed as a little-endian u32."""
@@ -98,20 +103,28 @@ def extend_chain(parent: Digest, tokens: bytes | memoryview, block_tokens: int) 
     size = TOKEN_BYTES * block_tokens
     middle = tokens_header(_TOKENS, block_tokens)
     head, hash_of = _PARENT_HEADER, sha256
-    packed = bytes(tokens)
     digests: list[Digest] = []
     append = digests.append
     digest: bytes = parent
-    for start in range(0, len(packed) - size + 1, size):
-        digest = hash_of(head + digest + middle + packed[start : start + size]).digest()
+    # Unpacking whole blocks costs a third of slicing them.
+    for (block,) in struct.iter_unpack(f"{size}s", memoryview(tokens)[: len(tokens) // size * size]):
+        digest = hash_of(head + digest + middle + block).digest()
         append(Digest(digest))
     return digests
 
 
-def extend_each(parents: Iterable[Digest], blocks: Iterable[bytes], block_tokens: int) -> list[Digest]:
-    """Digest of one whole block behind each of many parents: what a decode step needs, no chain inside."""
-    middle = tokens_header(_TOKENS, block_tokens)
-    head, hash_of = _PARENT_HEADER, sha256
+def extend_each(parents: U8, blocks: U8, block_tokens: int) -> list[Digest]:
+    """Digest of one whole block behind each of many parents: what a decode step needs, no chain inside.
+
+    `parents` [n, 32] are digests, `blocks` [n, 4 * block_tokens] packed little-endian u32.
+    """
+    middle = _PARENT_HEADER + bytes(DIGEST_BYTES) + tokens_header(_TOKENS, block_tokens)
+    first, size = len(_PARENT_HEADER), len(middle) + TOKEN_BYTES * block_tokens
+    messages: U8 = np.empty((len(parents), size), np.uint8)
+    messages[:, : len(middle)] = np.frombuffer(middle, np.uint8)
+    messages[:, first : first + DIGEST_BYTES] = parents
+    messages[:, len(middle) :] = blocks
+    hash_of = sha256
     return [
-        Digest(hash_of(head + parent + middle + block).digest()) for parent, block in zip(parents, blocks, strict=True)
+        Digest(hash_of(message).digest()) for (message,) in struct.iter_unpack(f"{size}s", messages.tobytes())
     ]

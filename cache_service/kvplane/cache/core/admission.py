@@ -172,9 +172,8 @@ class Admissions:
         tokens = np.frombuffer(sequence.tokens, np.uint32)
         cached = len(hit.blocks) * state.config.block_tokens
         resumed = columns.status[row] == Status.PREEMPTED
-        columns.start(row, table, tokens, cached, hit.first_real)
+        columns.start(row, table, tokens, cached, hit.first_real, writes)
         columns.told_step[row] = self._context.step_id
-        columns.writes[row] = writes
         columns.hashed[row] = len(sequence.chain)
         columns.set_tail(row, sequence.chain.digest(len(sequence.chain) - 1))
         sequence.tokens = b""

@@ -11,6 +11,9 @@ from kvplane.cache.core.columns import BlockColumns
 from kvplane.cache.core.eviction import EvictionPolicy
 from kvplane.cache.core.prefix_index import PrefixIndex
 
+_ONE = np.uint32(1)
+_NEXT = np.uint64(1)
+
 
 class BlockPool:
     """Takes, holds, releases and evicts blocks; all arrays of ids are duplicate-free within a call."""
@@ -28,7 +31,7 @@ class BlockPool:
         """Held duplicate -> canonical block of its digest, on which it holds a reference."""
         self._first_generation = np.uint64((incarnation << 32) + 1)
         self._last_generation = np.uint64((incarnation << 32) + 0xFFFF_FFFF)
-        self._one = np.uint64(1)
+        self._restored = False
         self._stack: U32 = np.arange(self.num_blocks - 1, -1, -1, dtype=np.uint32)
         self._top = self.num_blocks - 1
 
@@ -62,8 +65,10 @@ class BlockPool:
         self._top = top - count
         ids = self._stack[self._top : top][::-1].copy()
         generation = self.columns.generation
-        # A block that was restored keeps an older incarnation's generation until its next occupant.
-        newest = np.maximum(generation[ids] + self._one, self._first_generation)
+        newest = generation[ids] + _NEXT
+        if self._restored:
+            # A restored block keeps an older incarnation's generation until its next occupant.
+            newest = np.maximum(newest, self._first_generation)
         generation[ids] = newest
         self.columns.references[ids] = 1
         return ids
@@ -74,14 +79,14 @@ class BlockPool:
         references = columns.references[ids]
         if np.count_nonzero(references) < len(ids):
             self.policy.revived(ids[references == 0])
-        columns.references[ids] = references + np.uint32(1)
+        columns.references[ids] = references + _ONE
         if self.quarantined:
             self.quarantined -= int(np.count_nonzero((columns.deferred[ids] == references) & (references > 0)))
 
     def release(self, ids: U32) -> None:
         """Drop a reference of each block, a chain's tail first: what nobody holds becomes cached or free."""
         columns = self.columns
-        references = columns.references[ids] - np.uint32(1)
+        references = columns.references[ids] - _ONE
         columns.references[ids] = references
         if np.count_nonzero(references) < len(ids):
             self._unreferenced(ids[references == 0])
@@ -91,14 +96,14 @@ class BlockPool:
     def defer(self, ids: U32) -> None:
         """Turn a reference of each block into a deferred one (I9)."""
         columns = self.columns
-        columns.deferred[ids] += np.uint32(1)
+        columns.deferred[ids] += _ONE
         self.quarantined += int(np.count_nonzero(columns.deferred[ids] == columns.references[ids]))
 
     def release_deferred(self, ids: U32) -> None:
         """Drop a deferred reference of each block: its session can no longer touch it."""
         columns = self.columns
-        columns.deferred[ids] -= np.uint32(1)
-        references = columns.references[ids] - np.uint32(1)
+        columns.deferred[ids] -= _ONE
+        references = columns.references[ids] - _ONE
         columns.references[ids] = references
         gone = references == 0
         self.quarantined -= int(np.count_nonzero(gone))
@@ -110,7 +115,7 @@ class BlockPool:
         The caller names whole subtrees, so that no indexed block loses its parent.
         """
         columns = self.columns
-        np.subtract.at(columns.children, columns.parent[ids], np.uint32(1))
+        np.subtract.at(columns.children, columns.parent[ids], _ONE)
         self.index.remove(ids)
         columns.indexed[ids] = False
         cached = ids[columns.references[ids] == 0]
@@ -129,6 +134,7 @@ class BlockPool:
     ) -> int:
         """Make blocks of a pool that nobody has taken from cached; see `CacheCore.restore`."""
         columns, index = self.columns, self.index
+        self._restored = True
         columns.generation[block_ids] = generations
         columns.digest[block_ids] = digests
         columns.depth[block_ids] = depths
@@ -163,7 +169,7 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         victims = self.policy.victims(count)
         columns = self.columns
-        np.subtract.at(columns.children, columns.parent[victims], np.uint32(1))
+        np.subtract.at(columns.children, columns.parent[victims], _ONE)
         self.index.remove(victims, remember=True)
         columns.indexed[victims] = False
         self.evicted_blocks += count
@@ -173,6 +179,11 @@ class BlockPool:
         self._top += count
 
     def _unreferenced(self, ids: U32) -> None:
+        spent = self.columns.generation[ids] == self._last_generation
+        if np.count_nonzero(spent):
+            self.columns.references[ids[spent]] = 1
+            self.retired.update(ids[spent].tolist())
+            ids = ids[~spent]
         indexed = self.columns.indexed[ids]
         kept = np.count_nonzero(indexed)
         if kept == len(ids):
@@ -188,11 +199,5 @@ class BlockPool:
                 self.release(np.array([block], np.uint32))
 
     def _push(self, ids: U32) -> None:
-        spent = self.columns.generation[ids] == self._last_generation
-        if np.count_nonzero(spent):
-            worn = ids[spent]
-            self.columns.references[worn] = 1
-            self.retired.update(worn.tolist())
-            ids = ids[~spent]
         self._stack[self._top : self._top + len(ids)] = ids[::-1]
         self._top += len(ids)

@@ -21,7 +21,8 @@ class BlockColumns:
         self.generation: U64 = np.full(num_blocks, incarnation << 32, np.uint64)
         self.generation[0] = 0
         self.indexed: Bools = np.zeros(num_blocks, np.bool_)
-        """The block is the canonical one of its digest: it can be hit."""
+        """The canonical block of its digest: it can be hit. The null block stands for every root."""
+        self.indexed[0] = True
         self.digest: U8 = np.zeros((num_blocks, DIGEST_BYTES), np.uint8)
         """Valid where `indexed`."""
         self.parent: U32 = np.zeros(num_blocks, np.uint32)

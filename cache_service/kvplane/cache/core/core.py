@@ -19,9 +19,9 @@ from kvplane.cache.core.quiescence import DeferredReleases
 from kvplane.cache.core.requests import Step
 from kvplane.cache.core.results import PoolStatistics, StepResult
 from kvplane.cache.core.sealing import SealBatch, Sealing
-from kvplane.cache.core.sequences import SequenceRows, Status
+from kvplane.cache.core.sequences import NEVER, SequenceRows, Status
 from kvplane.cache.core.sessions import DEFAULT_TTL_SECONDS, MAX_TTL_SECONDS, MIN_TTL_SECONDS, Session
-from kvplane.cache.core.state import NEVER_SEEN, PoolState
+from kvplane.cache.core.state import PoolState
 from kvplane.cache.core.steps import apply_step
 from kvplane.wire.digests import ExtraKey
 from kvplane.wire.errors import InvalidArgumentError, KvplaneError, NotFoundError, SessionExpiredError
@@ -53,7 +53,11 @@ class CacheCore:
             pool=pool,
             preemption_policy=preemption or LatestArrival(),
             namespaces=namespaces,
-            rows=SequenceRows(config.block_tokens, Extents(config.block_tokens, 2 * config.num_blocks)),
+            rows=SequenceRows(
+                config.block_tokens,
+                config.max_sequence_tokens,
+                Extents(config.block_tokens, 2 * config.num_blocks),
+            ),
             sealing=Sealing(pool, namespaces, rules.prefix_closed),
         )
         self._last_session = 0
@@ -129,7 +133,7 @@ class CacheCore:
         window = slice(session.first_row, session.first_row + session.max_sequences)
         for row in (np.flatnonzero(state.rows.status[window]) + session.first_row).tolist():
             if state.rows.status[row] == Status.RUNNING:
-                session.deferred.release(growth.stop(state, row), NEVER_SEEN)
+                session.deferred.release(growth.stop(state, row), NEVER)
             state.refused.pop(state.rows.record(row).sequence_id, None)
             state.rows.close(row)
         session.ended = True
@@ -235,14 +239,17 @@ class CacheCore:
             state.namespaces.raise_version(space, version)
         state.sealing.resets += 1
         columns, rows = state.columns, state.rows
-        affected = columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
-        ids = np.flatnonzero(affected).astype(np.uint32)
+        # Block 0 counts as indexed, and is nobody's.
+        affected = (
+            columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
+        )
+        ids = np.flatnonzero(affected)[1 if affected[0] else 0 :].astype(np.uint32)
         state.pool.unindex(ids)
         for row in np.flatnonzero(rows.status != Status.FREE).tolist():
             if namespace_id is None or rows.namespace[row] == namespace_id:
                 sequence = rows.record(row)
                 state.set_frontier(sequence, None)
-                rows.writes[row] = False
+                rows.next_fill[row] = NEVER
                 if rows.status[row] != Status.RUNNING:
                     token_ops.rechain(state, row, sequence.tokens)
         return len(ids)

@@ -51,11 +51,12 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
     if partial:
         # The reference just taken on the parent's tail block is the pin of the copy's source.
         table[full:] = state.pool.take(1)
-    columns.start(row, table, np.frombuffer(child.tokens, np.uint32), committed, min(first_real, len(table)))
+    tokens = np.frombuffer(child.tokens, np.uint32)
+    columns.start(row, table, tokens, committed, min(first_real, len(table)), publishes=False)
     child.tokens = b""
     columns.hashed[row] = columns.hashed[parent_row]
     columns.tail[row] = columns.tail[parent_row]
-    columns.writes[row] = columns.writes[parent_row]
+    columns.next_fill[row] = columns.next_fill[parent_row]
     state.running += 1
     context.changed(child_id, SequenceState.RUNNING)
     context.put(state, row, 0)

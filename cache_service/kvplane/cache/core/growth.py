@@ -5,22 +5,16 @@ import numpy as np
 from kvplane.cache.core.arrays import I64, U32, spans
 from kvplane.cache.core.preemption import RunningSequences
 from kvplane.cache.core.results import Preemption, Reason, SequenceState
-from kvplane.cache.core.sequences import Status
-from kvplane.cache.core.state import NEVER_SEEN, PoolState, StepContext
+from kvplane.cache.core.sequences import NEVER, Status
+from kvplane.cache.core.state import PoolState, StepContext
 
 
-def extend(state: PoolState, context: StepContext, rows: I64, num_slots: I64, cover: I64) -> None:
-    """Let the tables of running `rows` (they cover `cover` slots) cover `num_slots` slots.
+def extend(state: PoolState, context: StepContext, rows: I64, counts: I64) -> None:
+    """Append `counts` blocks to the tables of running `rows`.
 
     All at once when the pool has the blocks; otherwise one after the other, in the order given, each either
     served by preemptions or reported as stalled.
     """
-    short = (num_slots > cover).nonzero()[0]
-    if not len(short):
-        return
-    size = state.config.block_tokens
-    rows = rows[short]
-    counts = (num_slots[short] - cover[short] + (size - 1)) // size
     total = int(counts.sum())
     if state.ready and total <= state.pool.available:
         _grant(state, context, rows, counts, state.pool.take(total))
@@ -59,7 +53,7 @@ def preempt(
         context.changed(sequence.sequence_id, SequenceState.PREEMPTED, reason)
     else:
         session.deferred.release_when_drained(sequence.sequence_id, blocks)
-        columns.told_step[row] = NEVER_SEEN
+        columns.told_step[row] = NEVER
     state.preemptions += 1
     context.preemptions.append(
         Preemption(
@@ -117,17 +111,14 @@ def _snapshot(state: PoolState, running: I64, requester: int) -> RunningSequence
 
 
 def _grant(state: PoolState, context: StepContext, rows: I64, counts: I64, ids: U32) -> None:
-    columns, size = state.rows, state.config.block_tokens
-    cover = columns.cover[rows]
-    new_cover = cover + counts * size
-    # One block of room behind the table, so that a token may become known before its slot is asked for.
-    tight = (new_cover + size > columns.room[rows]).nonzero()[0]
-    for index in tight.tolist():
-        columns.ensure_room(int(rows[index]), int(new_cover[index]) + size)
-    starts = cover // size
+    columns, size = state.rows, state.block_size
+    starts = columns.cover[rows] // size
+    ends = starts + counts
+    for index in (ends > columns.capacity[rows]).nonzero()[0].tolist():
+        columns.ensure_room(int(rows[index]), int(ends[index] * size))
     entries = columns.base[rows] + starts
     columns.extents.tables[entries if len(ids) == len(rows) else spans(entries, counts)] = ids
-    columns.cover[rows] = new_cover
+    columns.cover[rows] = ends * size
     if state.reserved:
         open_promise = np.maximum(columns.reserved_until[rows] - starts, 0)
         state.reserved -= int(np.minimum(open_promise, counts).sum())

@@ -7,7 +7,7 @@ need four times the memory, an object per block, and a pause of a tenth of a sec
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U8, U32, U64
+from kvplane.cache.core.arrays import I64, U8, U32, U64
 from kvplane.wire.identity import DIGEST_BYTES
 
 _WORDS = DIGEST_BYTES // 8
@@ -79,25 +79,22 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def insert(self, block_ids: U32) -> int:
-        """Index blocks whose digests are in the column, in order, up to the first that is indexed already.
-
-        Returns how many were indexed.
-        """
+    def insert(self, block_ids: U32) -> bool:
+        """Index blocks whose digests are in the column; False, and nothing changed, when one is known."""
         prefixes = self._words[block_ids, 0]
-        buckets = (prefixes & self._mask64).tolist()
-        heads, chain, words = self._head_at, self._next_at, self._flat_words
-        for done, (block, bucket, prefix) in enumerate(
-            zip(block_ids.tolist(), buckets, prefixes.tolist(), strict=True)
-        ):
-            first = other = heads[bucket]
-            while other:
-                if words[_WORDS * other] == prefix and self._is(other, self._bytes(block)):
-                    return done
-                other = chain[other]
-            chain[block] = first
-            heads[bucket] = block
-        return len(block_ids)
+        buckets = prefixes & self._mask64
+        first = other = self._heads[buckets]
+        while np.count_nonzero(other):
+            # A block with the same 64 bits is taken for the same digest here: the caller looks closely.
+            if np.count_nonzero(self._words[other, 0] == prefixes):
+                return False
+            other = self._next[other]
+        self._next[block_ids] = first
+        self._heads[buckets] = block_ids
+        lost = (self._heads[buckets] != block_ids).nonzero()[0]
+        if len(lost):
+            return self._insert_behind(block_ids, buckets, lost)
+        return True
 
     def build(self, block_ids: U32) -> None:
         """Index many blocks at once; the caller knows that their digests differ and are new."""
@@ -121,6 +118,17 @@ class PrefixIndex:
                 self._unlink(block, bucket)
         if remember:
             self._evicted[prefixes & np.uint64(len(self._evicted) - 1)] = prefixes
+
+    def _insert_behind(self, block_ids: U32, buckets: U64, lost: I64) -> bool:
+        """Of new blocks that share a bucket the last one won: chain the others, unless two are the same."""
+        for done, index in enumerate(lost.tolist()):
+            block, bucket = int(block_ids[index]), int(buckets[index])
+            if self.find(self._bytes(block)):
+                self.remove(np.delete(block_ids, lost[done:]))
+                return False
+            self._next_at[block] = self._head_at[bucket]
+            self._head_at[bucket] = block
+        return True
 
     def was_evicted(self, digest: bytes) -> bool:
         """Whether this digest was evicted lately: newer evictions overwrite the traces of older ones."""

@@ -5,7 +5,7 @@ under a seal that is under way. A block whose digest is indexed already becomes 
 reference on the canonical block, so that a cached block never has a held descendant (I4).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from kvplane.cache.core.chains import Namespaces
 from kvplane.cache.core.sequences import Sequence
 from kvplane.wire.errors import InvalidArgumentError
 from kvplane.wire.identity import DIGEST_BYTES
+
+_ONE = np.uint32(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +35,52 @@ class SealBatch:
     namespace_ids: U32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Filled:
-    """Blocks that one commit filled, in chain order per sequence."""
+    """Blocks that one commit filled, or several put together, in chain order per sequence."""
 
     block_ids: U32
+    generations: U64
     previous: U32
+    """Predecessor of each in its table, 0 at the root."""
+    previous_generations: U64
     digests: bytes
     parent_digests: bytes
     depths: U32
     namespace_ids: U32
-    prompt_of: tuple[Sequence, int] | None
-    """The sequence whose prompt these are, and the index after the last of them."""
+    prompts: tuple[tuple[Sequence, int], ...]
+    """Sequences whose prompts these are, and the index after the last block of each."""
     resets: int
 
+    def plus(self, others: "list[_Filled]") -> "_Filled":
+        """These and others as one."""
+        parts = [self, *others]
+        return _Filled(
+            np.concatenate([part.block_ids for part in parts]),
+            np.concatenate([part.generations for part in parts]),
+            np.concatenate([part.previous for part in parts]),
+            np.concatenate([part.previous_generations for part in parts]),
+            b"".join([part.digests for part in parts]),
+            b"".join([part.parent_digests for part in parts]),
+            np.concatenate([part.depths for part in parts]),
+            np.concatenate([part.namespace_ids for part in parts]),
+            tuple(prompt for part in parts for prompt in part.prompts),
+            self.resets,
+        )
 
-@dataclass(slots=True)
-class _UnderWay:
-    batch: SealBatch
-    previous: U32
-    prompts: list[tuple[Sequence, int]]
-    resets: int
 
-
-@dataclass(slots=True)
 class Sealing:
     """Collects filled blocks, hands them out in batches, publishes what is acknowledged."""
 
-    pool: BlockPool
-    namespaces: Namespaces
-    prefix_closed: bool
-    resets: int = 0
-    """Rises with every reset: a batch that is older must look at every parent again."""
-    _filled: list[_Filled] = field(default_factory=list)
-    _under_way: dict[int, _UnderWay] = field(default_factory=dict)
-    _last_id: int = 0
+    def __init__(self, pool: BlockPool, namespaces: Namespaces, prefix_closed: bool) -> None:
+        self.resets = 0
+        """Rises with every reset: a batch that is older must look at every parent again."""
+        self._pool = pool
+        self._namespaces = namespaces
+        self._prefix_closed = prefix_closed
+        self._filled: list[_Filled] = []
+        self._under_way: dict[int, _Filled] = {}
+        self._last_id = 0
 
     def __len__(self) -> int:
         """Blocks filled and not handed out yet."""
@@ -81,110 +94,115 @@ class Sealing:
         parent_digests: bytes,
         depths: U32,
         namespace_ids: U32,
-        prompt_of: tuple[Sequence, int] | None = None,
+        prompts: tuple[tuple[Sequence, int], ...] = (),
     ) -> None:
         """Full, committed blocks: pinned now, sealed with the next batch.
 
         `previous` is each one's predecessor in its table, 0 at the root.
         """
+        columns = self._pool.columns
         # The writer's table holds them, so a pin can neither revive nor leave quarantine.
-        self.pool.columns.references[block_ids] += np.uint32(1)
+        columns.references[block_ids] += _ONE
+        generation = columns.generation
         self._filled.append(
-            _Filled(block_ids, previous, digests, parent_digests, depths, namespace_ids, prompt_of, self.resets)
+            _Filled(
+                block_ids,
+                generation[block_ids],
+                previous,
+                generation[previous],
+                digests,
+                parent_digests,
+                depths,
+                namespace_ids,
+                prompts,
+                self.resets,
+            )
         )
 
     def take(self) -> SealBatch | None:
         """All filled blocks as one batch; None when there are none."""
-        parts, self._filled = self._filled, []
-        if not parts:
+        if not self._filled:
             return None
+        filled, *others = self._filled
+        self._filled = []
+        if others:
+            filled = filled.plus(others)
         self._last_id += 1
-        prompts = [part.prompt_of for part in parts if part.prompt_of is not None]
-        if len(parts) == 1:
-            part = parts[0]
-            ids, previous, depths, spaces = part.block_ids, part.previous, part.depths, part.namespace_ids
-            digests, parents = part.digests, part.parent_digests
-        else:
-            ids = np.concatenate([part.block_ids for part in parts])
-            previous = np.concatenate([part.previous for part in parts])
-            depths = np.concatenate([part.depths for part in parts])
-            spaces = np.concatenate([part.namespace_ids for part in parts])
-            digests = b"".join([part.digests for part in parts])
-            parents = b"".join([part.parent_digests for part in parts])
-        batch = SealBatch(self._last_id, 0, ids, self.pool.columns.generation[ids], digests, parents, depths, spaces)
-        self._under_way[self._last_id] = _UnderWay(batch, previous, prompts, parts[0].resets)
-        return batch
+        self._under_way[self._last_id] = filled
+        return SealBatch(
+            self._last_id,
+            0,
+            filled.block_ids,
+            filled.generations,
+            filled.digests,
+            filled.parent_digests,
+            filled.depths,
+            filled.namespace_ids,
+        )
 
-    def acknowledge(self, seal_id: int, sealed: Bools | None = None) -> list[tuple[Sequence, int]]:
+    def acknowledge(self, seal_id: int, sealed: Bools | None = None) -> tuple[tuple[Sequence, int], ...]:
         """Publish the blocks of a batch that all shards have sealed (`sealed[i]`; None: all) and unpin them.
 
         Returns the prompts that got further, each with the index after its last published block. Raises
         `InvalidArgumentError` for a batch that is not under way.
         """
-        under_way = self._under_way.get(seal_id)
-        if under_way is None:
+        batch = self._under_way.get(seal_id)
+        if batch is None:
             raise InvalidArgumentError.of("seal_id", f"batch {seal_id} is not under way")
-        ids = under_way.batch.block_ids
-        if sealed is not None and len(sealed) != len(ids):
-            raise InvalidArgumentError.of("sealed", f"has {len(sealed)} entries for {len(ids)} blocks")
+        if sealed is not None and len(sealed) != len(batch.block_ids):
+            raise InvalidArgumentError.of(
+                "sealed", f"has {len(sealed)} entries for {len(batch.block_ids)} blocks"
+            )
         del self._under_way[seal_id]
-        if sealed is None or bool(sealed.all()):
-            self._publish(under_way)
-        else:
-            for index in np.flatnonzero(sealed).tolist():
-                self._publish_one(under_way, index)
-        self.pool.release(ids[::-1])
-        return under_way.prompts
+        if sealed is not None or not self._publish(batch):
+            one_by_one = range(len(batch.block_ids)) if sealed is None else np.flatnonzero(sealed).tolist()
+            for index in one_by_one:
+                self._publish_one(batch, index)
+        self._pool.release(batch.block_ids[::-1])
+        return batch.prompts
 
     def pinned(self) -> list[U32]:
         """Blocks pinned by sealing, once per pin."""
-        parts = [part.block_ids for part in self._filled]
-        return parts + [under_way.batch.block_ids for under_way in self._under_way.values()]
+        return [part.block_ids for part in (*self._filled, *self._under_way.values())]
 
-    def _publish(self, under_way: _UnderWay) -> None:
-        batch, previous = under_way.batch, under_way.previous
-        ids, columns = batch.block_ids, self.pool.columns
+    def _publish(self, batch: _Filled) -> bool:
+        """Publish a batch whose parents and digests hold no surprise; False, and nothing done, otherwise."""
+        ids, previous, columns = batch.block_ids, batch.previous, self._pool.columns
+        if batch.resets != self.resets:
+            return False
+        indexed = columns.indexed
+        indexed[ids] = True
+        if self._prefix_closed:
+            # An indexed predecessor with the same occupant as at the commit is the canonical parent.
+            same = columns.generation[previous] == batch.previous_generations
+            if np.count_nonzero(same & indexed[previous]) < len(ids):
+                indexed[ids] = False
+                return False
         columns.digest[ids] = np.frombuffer(batch.digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        indexed, done = columns.indexed, 0
-        if under_way.resets == self.resets:
-            # A predecessor in the table is the canonical parent unless it is a spare or unpublished.
-            indexed[ids] = True
-            if not self.prefix_closed or self._parents_indexed(batch, previous):
-                done = self.pool.index.insert(ids)
-            indexed[ids[done:]] = False
-        if done:
-            first = ids[:done]
-            columns.depth[first] = batch.depths[:done]
-            columns.namespace[first] = batch.namespace_ids[:done]
-            if self.prefix_closed:
-                columns.parent[first] = previous[:done]
-                np.add.at(columns.children, previous[:done], np.uint32(1))
-            else:
-                columns.parent[first] = 0
-                columns.children[0] += np.uint32(done)
-        for index in range(done, len(ids)):
-            self._publish_one(under_way, index)
+        if not self._pool.index.insert(ids):
+            indexed[ids] = False
+            return False
+        columns.depth[ids] = batch.depths
+        columns.namespace[ids] = batch.namespace_ids
+        if self._prefix_closed:
+            columns.parent[ids] = previous
+            np.add.at(columns.children, previous, _ONE)
+        else:
+            columns.parent[ids] = 0
+            columns.children[0] += np.uint32(len(ids))
+        return True
 
-    def _parents_indexed(self, batch: SealBatch, previous: U32) -> bool:
-        columns = self.pool.columns
-        words = np.frombuffer(batch.parent_digests, np.uint64).reshape(-1, DIGEST_BYTES // 8)
-        unequal = (columns.digest.view(np.uint64)[previous] != words).any(axis=1)
-        return not np.count_nonzero((unequal | ~columns.indexed[previous]) & (batch.depths > 0))
-
-    def _publish_one(self, under_way: _UnderWay, index: int) -> None:
-        batch, pool, columns = under_way.batch, self.pool, self.pool.columns
+    def _publish_one(self, batch: _Filled, index: int) -> None:
+        pool, columns = self._pool, self._pool.columns
         part = slice(DIGEST_BYTES * index, DIGEST_BYTES * (index + 1))
         digest, parent_digest = batch.digests[part], batch.parent_digests[part]
-        block, depth, namespace = (
-            int(batch.block_ids[index]), int(batch.depths[index]), int(batch.namespace_ids[index]),
-        )  # fmt: skip
-        parent = 0
-        if self.prefix_closed:
+        block, depth = int(batch.block_ids[index]), int(batch.depths[index])
+        namespace, parent = int(batch.namespace_ids[index]), 0
+        if self._prefix_closed:
             parent = pool.index.find(parent_digest) if depth else 0
-            rooted = parent != 0 if depth else parent_digest == self.namespaces.root(namespace)
-            if not rooted:
+            if not (parent or (depth == 0 and parent_digest == self._namespaces.root(namespace))):
                 return
-        elif under_way.resets != self.resets:
+        elif batch.resets != self.resets:
             return
         canonical = pool.index.find(digest)
         if canonical:
@@ -194,6 +212,6 @@ class Sealing:
         columns.digest[block] = np.frombuffer(digest, np.uint8)
         columns.depth[block], columns.namespace[block] = depth, namespace
         columns.parent[block] = parent
-        columns.children[parent] += np.uint32(1)
+        columns.children[parent] += _ONE
         columns.indexed[block] = True
-        pool.index.insert(np.array([block], np.uint32))
+        pool.index.build(np.array([block], np.uint32))

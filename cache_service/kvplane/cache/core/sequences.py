@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, NO_U32, U8, U32, U64, Bools
+from kvplane.cache.core.arrays import I64, NO_U32, U8, U32, U64
 from kvplane.cache.core.chains import Chain
 from kvplane.cache.core.extents import Extents
 from kvplane.cache.core.results import Reason
@@ -18,6 +18,8 @@ from kvplane.wire.digests import ExtraKey
 from kvplane.wire.identity import DIGEST_BYTES
 
 ROW_MASK = 0xFFFF_FFFF
+NEVER = 1 << 62
+"""A number of tokens, or of a step, that is never reached."""
 
 
 class Status(IntEnum):
@@ -67,6 +69,7 @@ class SequenceRows:
 
     __slots__ = (
         "_block_tokens",
+        "_max_tokens",
         "arrival",
         "base",
         "capacity",
@@ -78,6 +81,7 @@ class SequenceRows:
         "ids",
         "known",
         "namespace",
+        "next_fill",
         "priority",
         "records",
         "reserved_until",
@@ -89,11 +93,11 @@ class SequenceRows:
         "tail",
         "token_base",
         "told_step",
-        "writes",
     )  # fmt: skip
 
-    def __init__(self, block_tokens: int, extents: Extents) -> None:
+    def __init__(self, block_tokens: int, max_tokens: int, extents: Extents) -> None:
         self._block_tokens = block_tokens
+        self._max_tokens = max_tokens
         self.extents = extents
         self.ids: U64 = np.zeros(0, np.uint64)
         """Sequence id, 0 while the row is free."""
@@ -108,7 +112,7 @@ class SequenceRows:
         self.cover: I64 = np.zeros(0, np.int64)
         """Token slots of the table: its length times the block size."""
         self.room: I64 = np.zeros(0, np.int64)
-        """Tokens that fit the row's extent."""
+        """Tokens that fit the row's extent and the longest sequence."""
         self.base: I64 = np.zeros(0, np.int64)
         self.token_base: I64 = np.zeros(0, np.int64)
         """Index of the first token in the extents' flat token array."""
@@ -124,8 +128,8 @@ class SequenceRows:
         self.priority: I64 = np.zeros(0, np.int64)
         self.arrival: I64 = np.zeros(0, np.int64)
         self.namespace: U32 = np.zeros(0, np.uint32)
-        self.writes: Bools = np.zeros(0, np.bool_)
-        """Full blocks are sealed and published."""
+        self.next_fill: I64 = np.zeros(0, np.int64)
+        """Committed length at which the next block is full; `NEVER` when the sequence publishes nothing."""
         self.scratch: I64 = np.zeros(0, np.int64)
         self.records: list[Sequence | None] = []
 
@@ -178,7 +182,9 @@ class SequenceRows:
         self.namespace[row] = sequence.namespace_id
         self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
 
-    def start(self, row: int, table: U32, tokens: U32, committed: int, first_real: int) -> None:
+    def start(
+        self, row: int, table: U32, tokens: U32, committed: int, first_real: int, publishes: bool
+    ) -> None:
         """Give a row its table and tokens and let it run."""
         size = self._block_tokens
         base, capacity = self.extents.allocate(max(len(table), -(-len(tokens) // size)) + 1)
@@ -187,11 +193,12 @@ class SequenceRows:
         self._place(row, base, capacity)
         self.known[row], self.committed[row] = len(tokens), committed
         self.cover[row], self.first_real[row] = len(table) * size, first_real
+        self.next_fill[row] = (committed // size + 1) * size if publishes else NEVER
         self.status[row] = Status.RUNNING
 
     def ensure_room(self, row: int, num_tokens: int) -> None:
         """Move a running row to a larger extent when `num_tokens` do not fit its own."""
-        if num_tokens <= self.room[row]:
+        if num_tokens <= self.capacity[row] * self._block_tokens:
             return
         entries = -(-num_tokens // self._block_tokens) + 1
         base, capacity = self.extents.move(int(self.base[row]), int(self.capacity[row]), entries)
@@ -214,4 +221,5 @@ class SequenceRows:
 
     def _place(self, row: int, base: int, capacity: int) -> None:
         self.base[row], self.capacity[row] = base, capacity
-        self.token_base[row], self.room[row] = base * self._block_tokens, capacity * self._block_tokens
+        self.token_base[row] = base * self._block_tokens
+        self.room[row] = min(capacity * self._block_tokens, self._max_tokens)

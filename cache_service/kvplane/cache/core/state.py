@@ -28,9 +28,6 @@ from kvplane.cache.core.sequences import Sequence, SequenceRows
 from kvplane.cache.core.sessions import Session
 from kvplane.wire.identity import Digest
 
-NEVER_SEEN = 1 << 62
-"""`told_step` of a sequence whose change of state goes out as a notice: seen when it is acknowledged."""
-
 
 @dataclass(slots=True)
 class PendingCopy:
@@ -74,6 +71,11 @@ class PoolState:
     query_tokens: int = 0
     hit_tokens: int = 0
     preemptions: int = 0
+    block_size: np.int64 = field(init=False)
+    """Tokens of a block as an array scalar: half the price of a Python int in array arithmetic."""
+
+    def __post_init__(self) -> None:
+        self.block_size = np.int64(self.config.block_tokens)
 
     def statistics(self) -> PoolStatistics:
         """Blocks by state and totals."""

@@ -44,14 +44,14 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
         _write_tokens(state, context, advance)
     rows, lengths = checked.committed
     if len(rows):
-        token_ops.commit(state, context, rows, state.rows.committed[rows], lengths)
+        token_ops.commit(state, context, rows, lengths)
     token_ops.rollback(state, context, *checked.rolled_back)
     for parent_row, child_id in checked.forks:
         forks.fork(state, context, parent_row, child_id)
     for row in checked.finished.tolist():
         finish(state, context, row)
-    if advance is not None:
-        growth.extend(state, context, advance.rows, advance.num_slots, advance.cover)
+    if advance is not None and len(advance.short):
+        growth.extend(state, context, advance.short, advance.counts)
     rows, num_slots = checked.extended
     if len(rows):
         _extend(state, context, rows, num_slots)
@@ -84,20 +84,20 @@ def finish(state: PoolState, context: StepContext, row: int) -> None:
 
 def _write_tokens(state: PoolState, context: StepContext, advance: CheckedAdvance) -> None:
     columns, rows = state.rows, advance.rows
-    known = advance.known + 1
-    tight = (known > columns.room[rows]).nonzero()[0]
-    for index in tight.tolist():
-        columns.ensure_room(int(rows[index]), int(known[index]))
+    for index in advance.tight.tolist():
+        columns.ensure_room(int(rows[index]), int(advance.known[index]) + 1)
     columns.extents.tokens[columns.token_base[rows] + advance.known] = advance.tokens
-    columns.known[rows] = known
-    token_ops.commit(state, context, rows, advance.was_committed, advance.committed)
+    columns.known[rows] = advance.known + np.int64(1)
+    token_ops.commit(state, context, rows, advance.committed)
 
 
 def _extend(state: PoolState, context: StepContext, rows: I64, num_slots: I64) -> None:
     # A child that could not be forked, or one that an earlier sequence's need preempted, has no table.
-    running = state.rows.status[rows] == Status.RUNNING
-    rows = rows[running]
-    growth.extend(state, context, rows, num_slots[running], state.rows.cover[rows])
+    missing = num_slots - state.rows.cover[rows]
+    short = ((missing > 0) & (state.rows.status[rows] == Status.RUNNING)).nonzero()[0]
+    if len(short):
+        size = state.block_size
+        growth.extend(state, context, rows[short], (missing[short] + size - 1) // size)
 
 
 def _drained(state: PoolState, session: Session, sequence_id: int, last_seen_step: int) -> None:

@@ -7,7 +7,9 @@ from kvplane.cache.core.arrays import I64, U32, spans
 from kvplane.cache.core.sequences import Status
 from kvplane.cache.core.state import PoolState, StepContext
 from kvplane.wire.digests import extend_each
-from kvplane.wire.identity import DIGEST_BYTES, Digest
+
+_ONE = np.int64(1)
+_NULL = np.uint32(0)
 
 
 def observe(state: PoolState, rows: I64, counts: I64, tokens: U32) -> None:
@@ -28,16 +30,19 @@ def observe(state: PoolState, rows: I64, counts: I64, tokens: U32) -> None:
     columns.extents.tokens[spans(columns.token_base[live] + known - counts, counts)] = tokens
 
 
-def commit(state: PoolState, context: StepContext, rows: I64, old: I64, new: I64) -> None:
-    """KV is written up to `new` tokens (it was up to `old`): full blocks go to sealing, expired ones go."""
-    state.rows.committed[rows] = new
-    size = state.config.block_tokens
-    first, end = old // size, new // size
-    filled = (end > first).nonzero()[0]
-    if len(filled):
-        _fill(state, rows[filled], first[filled], end[filled], context.now)
+def commit(state: PoolState, context: StepContext, rows: I64, lengths: I64) -> None:
+    """KV is written up to `lengths` tokens: full blocks go to sealing, those that left the window go."""
+    columns = state.rows
+    columns.committed[rows] = lengths
+    next_fill = columns.next_fill[rows]
+    full = (lengths >= next_fill).nonzero()[0]
+    if len(full):
+        rows_full, size = rows[full], state.block_size
+        first, end = next_fill[full] // size - _ONE, lengths[full] // size
+        columns.next_fill[rows_full] = (end + _ONE) * size
+        _fill(state, rows_full, first, end, context.now)
     if not state.rules.prefix_closed:
-        for row, length in zip(rows.tolist(), new.tolist(), strict=True):
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             _expire(state, context, row, length)
 
 
@@ -62,21 +67,16 @@ def rollback(state: PoolState, context: StepContext, rows: I64, lengths: I64) ->
 
 
 def _fill(state: PoolState, rows: I64, first: I64, end: I64, now: float) -> None:
-    columns = state.rows
-    writes = columns.writes[rows]
-    if not writes.all():
-        rows, first, end = rows[writes], first[writes], end[writes]
-    hashed = columns.hashed[rows]
-    prompt = (hashed > first).nonzero()[0]
-    for index in prompt.tolist():
-        _fill_prompt(state, int(rows[index]), int(first[index]), min(int(end[index]), int(hashed[index])), now)
+    """Blocks `first` to `end - 1` of each row are full of committed tokens."""
+    hashed = state.rows.hashed[rows]
+    for index in (hashed > first).nonzero()[0].tolist():
+        _fill_prompt(state, int(rows[index]), int(first[index]), int(min(end[index], hashed[index])), now)
     # A sequence that fills several blocks behind its hashed ones chains them one round after the other.
-    behind = end > hashed
-    while np.count_nonzero(behind):
-        rows, hashed, end = rows[behind], hashed[behind], end[behind]
+    while len(behind := (end > hashed).nonzero()[0]):
+        if len(behind) < len(rows):
+            rows, hashed, end = rows[behind], hashed[behind], end[behind]
         _fill_next(state, rows, hashed)
-        hashed = hashed + 1
-        behind = end > hashed
+        hashed = hashed + _ONE
 
 
 def _fill_prompt(state: PoolState, row: int, first: int, end: int, now: float) -> None:
@@ -96,7 +96,7 @@ def _fill_prompt(state: PoolState, row: int, first: int, end: int, now: float) -
         sequence.chain.parents(first, end),
         np.arange(first, end, dtype=np.uint32),
         np.full(len(ids), sequence.namespace_id, np.uint32),
-        (sequence, end),
+        ((sequence, end),),
     )
 
 
@@ -104,23 +104,22 @@ def _fill_next(state: PoolState, rows: I64, blocks: I64) -> None:
     """One block of each row, behind its last hashed one: what steady decode fills."""
     columns = state.rows
     entries = columns.base[rows] + blocks
-    parents = columns.tail[rows].tobytes()
-    contents = columns.extents.token_blocks[entries].tobytes()
-    size = 4 * state.config.block_tokens
-    digests = b"".join(
-        extend_each(
-            [Digest(parents[at : at + DIGEST_BYTES]) for at in range(0, len(parents), DIGEST_BYTES)],
-            [contents[at : at + size] for at in range(0, len(contents), size)],
-            state.config.block_tokens,
-        )
-    )
-    columns.tail[rows] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    columns.hashed[rows] = blocks + 1
+    parents = columns.tail[rows]
+    contents = columns.extents.token_blocks[entries].view(np.uint8)
+    digests = b"".join(extend_each(parents, contents, state.config.block_tokens))
+    columns.tail[rows] = np.frombuffer(digests, np.uint8).reshape(parents.shape)
+    columns.hashed[rows] = blocks + _ONE
     tables = columns.extents.tables
-    rooted = blocks == 0
-    previous = tables[entries - ~rooted]
-    previous[rooted] = 0
-    state.sealing.fill(tables[entries], previous, digests, parents, blocks.astype(np.uint32), columns.namespace[rows])
+    # Entry 0 of a table has no predecessor: the null block stands for the root.
+    previous = np.where(blocks > 0, tables[entries - _ONE], _NULL)
+    state.sealing.fill(
+        tables[entries],
+        previous,
+        digests,
+        parents.tobytes(),
+        blocks.astype(np.uint32),
+        columns.namespace[rows],
+    )
 
 
 def _expire(state: PoolState, context: StepContext, row: int, length: int) -> None:

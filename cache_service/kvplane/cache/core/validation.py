@@ -18,6 +18,7 @@ from kvplane.cache.core.state import PoolState
 from kvplane.wire.errors import InvalidArgumentError
 
 _ROW_MASK = np.uint64(ROW_MASK)
+_ONE = np.int64(1)
 
 
 @dataclass(slots=True)
@@ -40,15 +41,18 @@ class CheckedStep:
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdvance:
-    """`advance` with the columns it was checked against."""
+    """`advance` as rows, with what the check has found out on the way."""
 
     rows: I64
     tokens: U32
     known: I64
-    was_committed: I64
+    """Known tokens before it."""
+    tight: I64
+    """Indexes of rows whose extents have no room for one more token."""
     committed: I64
-    num_slots: I64
-    cover: I64
+    short: I64
+    """Rows whose tables are too short, and by how many blocks."""
+    counts: I64
 
 
 class StepCheck:
@@ -59,6 +63,7 @@ class StepCheck:
         self._session = session
         self._step = step
         self._base = session.first_row
+        self._first_row = np.int64(session.first_row)
         self._checked = CheckedStep()
         self._copied = False
         """The columns below are copies that the check may change."""
@@ -166,20 +171,23 @@ class StepCheck:
                     committed[kept],
                     num_slots[kept],
                 )
-        known, was_committed, cover = self._known[rows], self._committed[rows], self._cover[rows]
-        bad = (committed > known) | (committed < was_committed) | (committed > cover)
+        known, cover = self._known[rows], self._cover[rows]
+        was_committed = self._committed[rows]
+        bad = (committed > np.minimum(known, cover)) | (committed < was_committed)
         if np.count_nonzero(bad):
             # The token observed here may be committed here as well, which the quick test does not allow for.
-            self._between(committed, was_committed, np.minimum(known + 1, cover), "advance.num_committed")
-        if len(rows):
-            self._check_slots(num_slots, cover, "advance.num_slots")
-            if int(known.max()) >= self._state.config.max_sequence_tokens:
-                self._at_most(known + 1, self._state.config.max_sequence_tokens, "advance.tokens")
+            self._between(committed, was_committed, np.minimum(known + _ONE, cover), "advance.num_committed")
+        absolute = rows + self._first_row
+        tight = (known >= self._state.rows.room[absolute]).nonzero()[0]
+        if len(tight):
+            self._at_most(known + _ONE, self._state.config.max_sequence_tokens, "advance.tokens")
+        short = (num_slots > cover).nonzero()[0]
+        counts = self._blocks_short(num_slots, cover, short, "advance.num_slots")
         self._checked.advance = CheckedAdvance(
-            rows + self._base, tokens, known, was_committed, committed, num_slots, cover
+            absolute, tokens, known, tight, committed, absolute[short], counts
         )
         if self._copied:
-            self._known[rows], self._committed[rows] = known + 1, committed
+            self._known[rows], self._committed[rows] = known + _ONE, committed
 
     def _check_commit(self) -> None:
         rows, lengths = self._lengths(self._step.commit, "commit", Operation.COMMIT)
@@ -197,9 +205,11 @@ class StepCheck:
     def _check_forks(self) -> None:
         for index, operation in enumerate(self._step.forks):
             field_name = f"forks[{index}].parent_id"
-            (parent,) = self._rows(np.array([operation.parent_id], np.uint64), field_name).tolist()
+            parent = self._row(operation.parent_id, field_name)
             if self._status[parent] != Status.RUNNING:
-                self._running(np.array([parent]), field_name, Operation.FORK)
+                if self._told[parent] <= self._step.last_seen_step:
+                    raise InvalidArgumentError.of(field_name, "does not run")
+                self._checked.skipped.append((Operation.FORK, [operation.parent_id]))
             for place, child_id in enumerate(operation.child_ids):
                 child = self._free_row(child_id, f"forks[{index}].child_ids[{place}]")
                 self._ids[child], self._status[child] = child_id, self._status[parent]
@@ -220,8 +230,8 @@ class StepCheck:
 
     def _check_extend(self) -> None:
         rows, num_slots = self._lengths(self._step.extend, "extend", Operation.EXTEND)
-        if len(rows):
-            self._check_slots(num_slots, self._cover[rows], "extend.num_slots")
+        cover = self._cover[rows]
+        self._blocks_short(num_slots, cover, (num_slots > cover).nonzero()[0], "extend.num_slots")
         self._checked.extended = (rows + self._base, num_slots)
 
     def _check_admit(self) -> None:
@@ -233,7 +243,7 @@ class StepCheck:
             named.add(admit.sequence_id)
             row = admit.sequence_id & ROW_MASK
             if not admit.tokens:
-                self._rows(np.array([admit.sequence_id], np.uint64), f"{field_name}.sequence_id")
+                self._row(admit.sequence_id, f"{field_name}.sequence_id")
                 if self._status[row] == Status.RUNNING:
                     if self._told[row] <= self._step.last_seen_step:
                         raise InvalidArgumentError.of(f"{field_name}.sequence_id", "runs already")
@@ -299,8 +309,16 @@ class StepCheck:
         self._scratch[rows] = order
         repeated = self._scratch[rows] != order
         if np.count_nonzero(repeated):
-            raise InvalidArgumentError.of(f"{field_name}[{int(repeated.argmax())}]", "is named twice")
+            index = int(self._scratch[rows[repeated.argmax()]])
+            raise InvalidArgumentError.of(f"{field_name}[{index}]", "is named twice")
         return rows
+
+    def _row(self, sequence_id: int, field_name: str) -> int:
+        """Row (in the session's window) of one known sequence."""
+        row = sequence_id & ROW_MASK
+        if not 0 < sequence_id < 1 << 64 or row >= len(self._ids) or int(self._ids[row]) != sequence_id:
+            raise InvalidArgumentError.of(field_name, f"sequence {sequence_id} is unknown or finished")
+        return row
 
     def _running(self, rows: I64, field_name: str, operation: Operation) -> I64 | None:
         """Indexes of running rows, None for all; the others are skipped if the sender could not know."""
@@ -323,13 +341,18 @@ class StepCheck:
             raise InvalidArgumentError.of(field_name, f"serial {serial} was used before in row {row}")
         return row
 
-    def _check_slots(self, num_slots: I64, cover: I64, field_name: str) -> None:
-        config = self._state.config
-        most = config.max_new_blocks_per_sequence * config.block_tokens
-        if int(num_slots.max()) > config.max_sequence_tokens:
+    def _blocks_short(self, num_slots: I64, cover: I64, short: I64, field_name: str) -> I64:
+        """How many blocks each row with index in `short` lacks to cover its slots."""
+        if not len(short):
+            return NO_I64
+        config, wanted = self._state.config, num_slots[short]
+        counts = (wanted - cover[short] + self._state.block_size - _ONE) // self._state.block_size
+        if wanted.max() > config.max_sequence_tokens:
             self._at_most(num_slots, config.max_sequence_tokens, field_name)
-        if np.count_nonzero(num_slots - cover > most):
+        if counts.max() > config.max_new_blocks_per_sequence:
+            most = config.max_new_blocks_per_sequence * config.block_tokens
             self._between(num_slots, np.zeros_like(cover), cover + most, field_name)
+        return counts
 
     def _not_advanced(self, rows: I64, field_name: str) -> None:
         advance = self._checked.advance
