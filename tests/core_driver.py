@@ -116,14 +116,10 @@ class Engine:
         self._serials[row] = self._serials.get(row, 0) + 1
         return sequence_id(row, self._serials[row])
 
-    def ask(
-        self, tokens: Sequence[int], *, committed: bool = True, **options: Any
-    ) -> tuple[int, Admission | None]:
+    def ask(self, tokens: Sequence[int], *, committed: bool = True, **options: Any) -> tuple[int, Admission | None]:
         """Ask for admission of a new sequence; when it runs, its whole prompt is computed and committed."""
         new = self.new_id()
-        limits = {
-            key: options.pop(key) for key in ("max_admissions", "max_admitted_tokens") if key in options
-        }
+        limits = {key: options.pop(key) for key in ("max_admissions", "max_admitted_tokens") if key in options}
         self.known[new] = len(tokens)
         result = self.step(admit=(Admit(new, pack(tokens), **options),), **limits)
         return new, self._admitted(result, new, committed)

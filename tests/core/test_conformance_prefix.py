@@ -175,9 +175,7 @@ def test_a_request_that_may_not_read_still_writes_and_duplicates() -> None:
 def test_multimodal_content_is_part_of_the_digest_wherever_it_overlaps() -> None:
     core = small_core(30)
     engine = Engine(core)
-    tokens = (
-        list(range(11)) + [-1 & 0xFFFF] * 10 + list(range(21, 30)) + [7] * 18 + [8] * 7 + list(range(55, 64))
-    )
+    tokens = list(range(11)) + [-1 & 0xFFFF] * 10 + list(range(21, 30)) + [7] * 18 + [8] * 7 + list(range(55, 64))
     image = ExtraKeyKind.MULTIMODAL
     keys = {
         0: (ExtraKey(image, b"aaa", 11),),

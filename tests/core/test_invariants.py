@@ -144,9 +144,7 @@ def test_i4_only_leaves_go_even_if_a_child_was_sealed_long_after_its_parent() ->
     engine = Engine(core, settles=False)
     sequence = engine.admit([1] * 31)
     first = core.take_seals()
-    engine.step(
-        observe=Observe(u64(sequence), u32(1), u32(1)), extend=Lengths(u64(sequence), u32(32))
-    )
+    engine.step(observe=Observe(u64(sequence), u32(1), u32(1)), extend=Lengths(u64(sequence), u32(32)))
     engine.commit(sequence, 32)
     engine.finish(sequence)
     second = core.take_seals()
@@ -205,9 +203,7 @@ def test_i5_a_child_whose_copy_failed_is_computed_again() -> None:
     (child,) = engine.fork(parent)
     assert engine.result is not None
     (copy,) = engine.result.copies
-    result = engine.step(
-        transfers=(TransferAck(copy.op_id, succeeded=False),), extend=Lengths(u64(child), u32(50))
-    )
+    result = engine.step(transfers=(TransferAck(copy.op_id, succeeded=False),), extend=Lengths(u64(child), u32(50)))
     assert result.states[0].reason == Reason.COPY_FAILED
     assert [each.sequence_id for each in result.skipped] == [child]
     admission = engine.ask_again(child)
@@ -422,9 +418,7 @@ def test_i9_a_victim_of_another_session_keeps_its_blocks_until_it_has_drained() 
     victim = other.admit([2] * 80)
     other.now = mine.now = 1.0
     result = mine.step(observe=Observe(u64(first), u32(1), u32(5)), extend=Lengths(u64(first), u32(81)))
-    assert [(each.session_id, each.sequence_id) for each in result.preemptions] == [
-        (other.session.session_id, victim)
-    ]
+    assert [(each.session_id, each.sequence_id) for each in result.preemptions] == [(other.session.session_id, victim)]
     assert result.states[-1].reason == Reason.BLOCKS_COMING
     assert core.statistics().quarantined == 5
     # The victim's engine does not know yet: its step is no error, and frees nothing.

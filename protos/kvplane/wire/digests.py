@@ -125,6 +125,4 @@ def extend_each(parents: U8, blocks: U8, block_tokens: int) -> list[Digest]:
     messages[:, first : first + DIGEST_BYTES] = parents
     messages[:, len(middle) :] = blocks
     hash_of = sha256
-    return [
-        Digest(hash_of(message).digest()) for (message,) in struct.iter_unpack(f"{size}s", messages.tobytes())
-    ]
+    return [Digest(hash_of(message).digest()) for (message,) in struct.iter_unpack(f"{size}s", messages.tobytes())]

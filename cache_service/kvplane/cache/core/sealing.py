@@ -150,9 +150,7 @@ class Sealing:
         if batch is None:
             raise InvalidArgumentError.of("seal_id", f"batch {seal_id} is not under way")
         if sealed is not None and len(sealed) != len(batch.block_ids):
-            raise InvalidArgumentError.of(
-                "sealed", f"has {len(sealed)} entries for {len(batch.block_ids)} blocks"
-            )
+            raise InvalidArgumentError.of("sealed", f"has {len(sealed)} entries for {len(batch.block_ids)} blocks")
         del self._under_way[seal_id]
         if sealed is not None or not self._publish(batch):
             one_by_one = range(len(batch.block_ids)) if sealed is None else np.flatnonzero(sealed).tolist()

@@ -182,9 +182,7 @@ class SequenceRows:
         self.namespace[row] = sequence.namespace_id
         self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
 
-    def start(
-        self, row: int, table: U32, tokens: U32, committed: int, first_real: int, publishes: bool
-    ) -> None:
+    def start(self, row: int, table: U32, tokens: U32, committed: int, first_real: int, publishes: bool) -> None:
         """Give a row its table and tokens and let it run."""
         size = self._block_tokens
         base, capacity = self.extents.allocate(max(len(table), -(-len(tokens) // size)) + 1)

@@ -183,9 +183,7 @@ class StepCheck:
             self._at_most(known + _ONE, self._state.config.max_sequence_tokens, "advance.tokens")
         short = (num_slots > cover).nonzero()[0]
         counts = self._blocks_short(num_slots, cover, short, "advance.num_slots")
-        self._checked.advance = CheckedAdvance(
-            absolute, tokens, known, tight, committed, absolute[short], counts
-        )
+        self._checked.advance = CheckedAdvance(absolute, tokens, known, tight, committed, absolute[short], counts)
         if self._copied:
             self._known[rows], self._committed[rows] = known + _ONE, committed
 
