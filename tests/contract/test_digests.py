@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,8 +136,9 @@ def test_fast_paths_equal_the_plain_one(tokens: list[int], block_tokens: int, pa
         digest = digests.block_digest(digest, pack(tokens[start : start + block_tokens]))
         chain.append(digest)
     assert digests.extend_chain(parent, pack(tokens), block_tokens) == chain
-    blocks = [pack(tokens[start * block_tokens : (start + 1) * block_tokens]) for start in range(len(chain))]
-    assert digests.extend_each([parent, *chain][: len(chain)], blocks, block_tokens) == chain
+    parents = np.frombuffer(b"".join([parent, *chain][: len(chain)]), np.uint8).reshape(-1, 32)
+    blocks = np.frombuffer(pack(tokens[: len(chain) * block_tokens]), np.uint8).reshape(len(chain), 4 * block_tokens)
+    assert digests.extend_each(parents, blocks, block_tokens) == chain
 
 
 @given(st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=20)), max_size=6))

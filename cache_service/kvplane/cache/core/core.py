@@ -87,8 +87,17 @@ class CacheCore:
 
     # Sessions
 
-    def open_session(self, now: float, max_sequences: int = 1024, ttl_seconds: float = DEFAULT_TTL_SECONDS) -> Session:
-        """A new session with a lease that ends `ttl_seconds` after its last message."""
+    def open_session(
+        self,
+        now: float,
+        max_sequences: int = 1024,
+        ttl_seconds: float = DEFAULT_TTL_SECONDS,
+        session_id: int | None = None,
+    ) -> Session:
+        """A new session with a lease that ends `ttl_seconds` after its last message.
+
+        `session_id` is the caller's, unused so far; None: the next number.
+        """
         if not 1 <= max_sequences <= 1 << 20:
             raise InvalidArgumentError.of("max_sequences", "must be between 1 and 2^20")
         if not MIN_TTL_SECONDS <= ttl_seconds <= MAX_TTL_SECONDS:
