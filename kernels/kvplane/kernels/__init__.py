@@ -1,7 +1,7 @@
 """Paged attention and block operations on plain tensors. It knows no sequence, no tenant, no RPC.
 
 Wrap a layer's block tensors in a `PagedKv`, make one `plan` per step, then `write` and `attend` per layer.
-Importing this imports torch; a backend and its compiler are imported when the first plan on its device is made.
+Importing this imports torch; a backend and its compiler are imported with the first plan on its device.
 """
 
 from kvplane.kernels.api import (
@@ -14,6 +14,7 @@ from kvplane.kernels.api import (
     write,
     zero_blocks,
 )
+from kvplane.kernels.cpu.threads import get_num_threads, set_num_threads
 from kvplane.kernels.errors import (
     DtypeError,
     KernelError,
@@ -42,9 +43,11 @@ __all__ = [
     "checksum_blocks",
     "copy_blocks",
     "gather_blocks",
+    "get_num_threads",
     "merge_states",
     "plan",
     "scatter_blocks",
+    "set_num_threads",
     "write",
     "zero_blocks",
 ]

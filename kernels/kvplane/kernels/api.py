@@ -12,7 +12,12 @@ from kvplane.kernels.plan import AttentionPlan, Integers, integers
 
 
 def attend(
-    plan: AttentionPlan, query: Tensor, layer: PagedKv, *, out: Tensor | None = None, lse: Tensor | None = None
+    plan: AttentionPlan,
+    query: Tensor,
+    layer: PagedKv,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the plan's rows over one layer; returns (out, lse), the given tensors where given.
 
@@ -31,8 +36,10 @@ def attend(
         _check_rows("out", out, shape, plan.geometry.device)
     if lse is None:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
-    elif lse.shape != shape[:2] or lse.dtype != torch.float32 or lse.device != plan.geometry.device:
-        raise ShapeError("lse", f"float32 {shape[:2]} expected, got {lse.dtype} {tuple(lse.shape)} on {lse.device}")
+    elif lse.shape != shape[:2]:
+        raise ShapeError("lse", f"{shape[:2]} expected, got {tuple(lse.shape)}")
+    elif lse.dtype != torch.float32 or lse.device != query.device:
+        raise DtypeError("lse", f"float32 on {query.device} expected, got {lse.dtype} on {lse.device}")
     if plan.num_tokens:
         backend_for(plan.geometry.device).attend(plan, query, layer, out, lse)
     return out, lse
@@ -47,18 +54,30 @@ def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> No
     geometry = plan.geometry
     _check_layer(geometry, layer)
     for name, rows in (("key", key), ("value", value)):
-        if rows.dim() != 3 or rows.shape[0] < plan.num_tokens or rows.shape[1:] != (geometry.num_kv_heads, geometry.head_dim):
+        if (
+            rows.dim() != 3
+            or rows.shape[0] < plan.num_tokens
+            or rows.shape[1:] != (geometry.num_kv_heads, geometry.head_dim)
+        ):
             limit = f"[{plan.num_tokens} or more, {geometry.num_kv_heads}, {geometry.head_dim}] expected"
             raise ShapeError(name, f"{limit}, got {tuple(rows.shape)}")
         if rows.dtype != geometry.dtype or rows.device != geometry.device:
-            raise DtypeError(name, f"{geometry.dtype} on {geometry.device} expected, got {rows.dtype} on {rows.device}")
+            raise DtypeError(
+                name, f"{geometry.dtype} on {geometry.device} expected, got {rows.dtype} on {rows.device}"
+            )
         if rows.stride(2) != 1:
             raise StrideError(name, f"the head dimension must be contiguous, its stride is {rows.stride(2)}")
     backend_for(geometry.device).write(plan, key, value, layer)
 
 
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the attention over each; runs on the tensors' device.
 
@@ -66,7 +85,11 @@ def merge_states(
     output is not read. Two empty sets give zeros and -inf. `out` and `lse` may be any of the inputs. Computed in float32.
     Raises ShapeError.
     """
-    for name, tensor, shape in (("lse_a", lse_a, out_a.shape[:-1]), ("out_b", out_b, out_a.shape), ("lse_b", lse_b, out_a.shape[:-1])):
+    for name, tensor, shape in (
+        ("lse_a", lse_a, out_a.shape[:-1]),
+        ("out_b", out_b, out_a.shape),
+        ("lse_b", lse_b, out_a.shape[:-1]),
+    ):
         if tensor.shape != shape:
             raise ShapeError(name, f"{tuple(shape)} expected, got {tuple(tensor.shape)}")
     top = torch.maximum(lse_a, lse_b)
@@ -93,7 +116,10 @@ def copy_blocks(layer: PagedKv, sources: Integers, destinations: Integers) -> No
 
     Raises ShapeError or SlotError (a destination named twice, the null block, a block that does not exist).
     """
-    read, written = _block_ids("sources", sources, layer.geometry), _writable_blocks("destinations", destinations, layer.geometry)
+    read, written = (
+        _block_ids("sources", sources, layer.geometry),
+        _writable_blocks("destinations", destinations, layer.geometry),
+    )
     if len(read) != len(written):
         raise ShapeError("destinations", f"as many as sources expected, got {len(written)} for {len(read)}")
     backend_for(layer.geometry.device).copy_blocks(layer, read, written)
@@ -105,7 +131,10 @@ def gather_blocks(layer: PagedKv, blocks: Integers) -> tuple[Tensor, Tensor]:
     The order is the same whatever the layout, so it is what travels between pools.
     """
     ids = _block_ids("blocks", blocks, layer.geometry)
-    key, value = (torch.empty(_canonical(layer, len(ids)), dtype=layer.geometry.dtype, device=layer.geometry.device) for _ in range(2))
+    key, value = (
+        torch.empty(_canonical(layer, len(ids)), dtype=layer.geometry.dtype, device=layer.geometry.device)
+        for _ in range(2)
+    )
     backend_for(layer.geometry.device).gather_blocks(layer, ids, key, value)
     return key, value
 
@@ -117,7 +146,10 @@ def scatter_blocks(layer: PagedKv, blocks: Integers, key: Tensor, value: Tensor)
         if tensor.shape != _canonical(layer, len(ids)):
             raise ShapeError(name, f"{_canonical(layer, len(ids))} expected, got {tuple(tensor.shape)}")
         if tensor.dtype != layer.geometry.dtype or tensor.device != layer.geometry.device:
-            raise DtypeError(name, f"{layer.geometry.dtype} on {layer.geometry.device} expected, got {tensor.dtype} on {tensor.device}")
+            raise DtypeError(
+                name,
+                f"{layer.geometry.dtype} on {layer.geometry.device} expected, got {tensor.dtype} on {tensor.device}",
+            )
     backend_for(layer.geometry.device).scatter_blocks(layer, ids, key.contiguous(), value.contiguous())
 
 
@@ -147,7 +179,9 @@ def _check_rows(name: str, rows: Tensor, shape: tuple[int, ...], device: torch.d
     if rows.shape != shape:
         raise ShapeError(name, f"{shape} expected, got {tuple(rows.shape)}")
     if rows.dtype not in SUPPORTED_DTYPES or rows.device != device:
-        raise DtypeError(name, f"one of {SUPPORTED_DTYPES} on {device} expected, got {rows.dtype} on {rows.device}")
+        raise DtypeError(
+            name, f"one of {SUPPORTED_DTYPES} on {device} expected, got {rows.dtype} on {rows.device}"
+        )
     if rows.stride(-1) != 1:
         raise StrideError(name, f"the head dimension must be contiguous, its stride is {rows.stride(-1)}")
 

@@ -130,16 +130,25 @@ def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> K
             if segment.shape[1:] != first.shape[1:] or segment.shape[0] != key.shape[0]:
                 raise ShapeError(name, f"shape {tuple(segment.shape)} does not fit keys {tuple(first.shape)}")
             if segment.dtype != first.dtype or segment.device != first.device:
-                raise DtypeError(name, f"{segment.dtype} on {segment.device} does not fit {first.dtype} on {first.device}")
+                raise DtypeError(
+                    name, f"{segment.dtype} on {segment.device} does not fit {first.dtype} on {first.device}"
+                )
             _check_strides(name, segment, reference)
     return KvGeometry(
-        tuple(int(segment.shape[0]) for segment in keys), block_size, num_kv_heads, head_dim, first.dtype, first.device
+        tuple(int(segment.shape[0]) for segment in keys),
+        block_size,
+        num_kv_heads,
+        head_dim,
+        first.dtype,
+        first.device,
     )
 
 
 def _check_strides(name: str, segment: Tensor, reference: Tensor) -> None:
     if segment.stride() != reference.stride():
-        raise StrideError(name, f"segments need equal strides, got {segment.stride()} and {reference.stride()}")
+        raise StrideError(
+            name, f"segments need equal strides, got {segment.stride()} and {reference.stride()}"
+        )
     if segment.stride(3) != 1:
         raise StrideError(name, f"the head dimension must be contiguous, its stride is {segment.stride(3)}")
     aligned = ALIGNMENT_BYTES // segment.element_size()

@@ -41,7 +41,9 @@ class AttentionPlan:
     soft_cap: float | None
     shared_prefix_tokens: int
     # Part of the interface, not built yet: `plan` refuses anything but None.
-    sinks: Tensor | None = None  # [num_query_heads], a logit that takes part in the softmax and carries no value
+    sinks: Tensor | None = (
+        None  # [num_query_heads], a logit that takes part in the softmax and carries no value
+    )
     alibi_slopes: Tensor | None = None  # [num_query_heads]
     tree_mask: Tensor | None = None  # which of this step's tokens a row may see
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -96,13 +98,19 @@ def plan(
         raise ShapeError("window", f"at least 1, and only with causal=True; got {window}, causal={causal}")
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ShapeError("soft_cap", f"a positive number expected, got {soft_cap}")
+    if scale is not None and not abs(scale) < float("inf"):
+        raise ShapeError("scale", f"a finite number expected, got {scale}")
     first_visible = np.zeros_like(lengths)
     if window is not None:
         first_visible = np.maximum(lengths - queries + 1 - window, 0)
     _check_tables(geometry, tables, lengths, first_visible)
     _check_shared_prefix(geometry, tables, lengths, window, shared_prefix_tokens)
     num_tokens = int(queries.sum()) + padding_tokens
-    own_slots = _slots_of(geometry, tables, lengths, queries, num_tokens) if slots is None else integers("slots", slots, 1)
+    own_slots = (
+        _slots_of(geometry, tables, lengths, queries, num_tokens)
+        if slots is None
+        else integers("slots", slots, 1)
+    )
     _check_slots(geometry, own_slots, num_tokens)
     result = AttentionPlan(
         geometry=geometry,
@@ -163,28 +171,41 @@ def _check_sizes(
     wrong = np.flatnonzero((queries > lengths) & (lengths > 0))
     if wrong.size:
         b = wrong[0]
-        raise ShapeError("query_lengths", f"sequence {b} has {queries[b]} query tokens but only {lengths[b]} in all")
+        raise ShapeError(
+            "query_lengths", f"sequence {b} has {queries[b]} query tokens but only {lengths[b]} in all"
+        )
 
 
 def _check_tables(
-    geometry: KvGeometry, tables: NDArray[np.int64], lengths: NDArray[np.int64], first_visible: NDArray[np.int64]
+    geometry: KvGeometry,
+    tables: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    first_visible: NDArray[np.int64],
 ) -> None:
     needed = -(-lengths // geometry.block_size)
     if len(needed) and needed.max() > tables.shape[1]:
         b = int(needed.argmax())
         raise TableError(
-            "block_tables", f"sequence {b} of {lengths[b]} tokens needs {needed[b]} blocks, its table has {tables.shape[1]}"
+            "block_tables",
+            f"sequence {b} of {lengths[b]} tokens needs {needed[b]} blocks, its table has {tables.shape[1]}",
         )
     column = np.arange(tables.shape[1])
     visible = (column >= (first_visible // geometry.block_size)[:, None]) & (column < needed[:, None])
     bad = visible & ((tables <= NULL_BLOCK) | (tables >= geometry.num_blocks))
     if bad.any():
         b, i = (int(index[0]) for index in np.nonzero(bad))
-        raise TableError("block_tables", f"entry {i} of sequence {b} is {tables[b, i]}, allowed is 1..{geometry.num_blocks - 1}")
+        raise TableError(
+            "block_tables",
+            f"entry {i} of sequence {b} is {tables[b, i]}, allowed is 1..{geometry.num_blocks - 1}",
+        )
 
 
 def _check_shared_prefix(
-    geometry: KvGeometry, tables: NDArray[np.int64], lengths: NDArray[np.int64], window: int | None, shared: int
+    geometry: KvGeometry,
+    tables: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    window: int | None,
+    shared: int,
 ) -> None:
     if shared == 0:
         return
@@ -200,7 +221,9 @@ def _check_shared_prefix(
     prefix = tables[members, : shared // geometry.block_size]
     if members.size and (prefix != prefix[0]).any():
         b = members[np.flatnonzero((prefix != prefix[0]).any(axis=1))[0]]
-        raise TableError(name, f"the table of sequence {b} differs from that of sequence {members[0]} in the prefix")
+        raise TableError(
+            name, f"the table of sequence {b} differs from that of sequence {members[0]} in the prefix"
+        )
 
 
 def _slots_of(
@@ -228,6 +251,8 @@ def _check_slots(geometry: KvGeometry, slots: NDArray[np.int64], num_tokens: int
     end = geometry.num_blocks * geometry.block_size
     bad = used[(used < geometry.block_size) | (used >= end)]
     if bad.size:
-        raise SlotError("slots", f"{bad[0]} is not {PADDING_SLOT} and not in {geometry.block_size}..{end - 1}")
+        raise SlotError(
+            "slots", f"{bad[0]} is not {PADDING_SLOT} and not in {geometry.block_size}..{end - 1}"
+        )
     if np.unique(used).size != used.size:
         raise SlotError("slots", "a slot is named by two rows; which of them would win is undefined")

@@ -36,7 +36,11 @@ def cache_folder() -> Path:
 
     Always writable. The last part names the sources and the numba version, so stale code is never loaded.
     """
-    candidates = [Path.home() / ".cache"] if "XDG_CACHE_HOME" not in os.environ else [Path(os.environ["XDG_CACHE_HOME"])]
+    candidates = (
+        [Path.home() / ".cache"]
+        if "XDG_CACHE_HOME" not in os.environ
+        else [Path(os.environ["XDG_CACHE_HOME"])]
+    )
     if os.environ.get("NUMBA_CACHE_DIR"):
         candidates.insert(0, Path(os.environ["NUMBA_CACHE_DIR"]))
     for candidate in candidates:
@@ -54,7 +58,9 @@ def jit(function: Compiled) -> Compiled:
     previous = config.CACHE_DIR
     config.CACHE_DIR = str(CACHE_FOLDER)
     try:
-        compiled: Compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(function)
+        compiled: Compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(
+            function
+        )
     finally:
         config.CACHE_DIR = previous
     return compiled

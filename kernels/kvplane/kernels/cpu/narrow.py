@@ -100,7 +100,19 @@ def accumulate_values(
     packed = dim // WIDE * WIDE if same else 0
     for d in range(0, packed, WIDE):
         outer_tile(
-            tag, size, p, row, 4, values, offset + d * size, begin, end, TILE, output + d * 4, dim * 4, factors
+            tag,
+            size,
+            p,
+            row,
+            4,
+            values,
+            offset + d * size,
+            begin,
+            end,
+            TILE,
+            output + d * 4,
+            dim * 4,
+            factors,
         )
     for r in range(ROWS):
         begin = max(low[r], 0)
@@ -182,7 +194,9 @@ def attend_narrow(
                         low[j] = row_low[r + j] - start
                         high[j] = min(row_high[r + j] - start, count)
                     at = (head * NARROW_ROWS + r) * row_bytes
-                    score_tile(tag, size, address_of(queries) + at, keys, head * segments[0, 5], count, dim, scores)
+                    score_tile(
+                        tag, size, address_of(queries) + at, keys, head * segments[0, 5], count, dim, scores
+                    )
                     softmax_rows(scores, soft_cap, low, high, count, top[head, r:], total[head, r:], factors)
                     accumulate_values(
                         tag,

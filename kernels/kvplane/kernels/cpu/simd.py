@@ -41,17 +41,17 @@ f32x16 = _F32x16()
 
 
 @register_model(_F32x16)
-class _F32x16Model(models.PrimitiveModel):
+class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, fe_type: Any) -> None:
         super().__init__(manager, fe_type, _FLOATS)
 
 
 def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turn `emit(builder, *values)` into a function that compiled code can call with these parameter types."""
+    """Turn `emit(builder, *values)` into a function that compiled code calls with these parameter types."""
 
     def wrap(emit: Callable[..., Any]) -> Callable[..., Any]:
-        def definition(typingctx: Any, *arguments: Any) -> Any:
-            def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def definition(_typingctx: Any, *_arguments: Any) -> Any:
+            def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
                 value = emit(builder, *values)
                 return context.get_dummy_value() if result == types.void else value
 
@@ -61,7 +61,11 @@ def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], 
         names = ["typingctx", *list(inspect.signature(emit).parameters)[1:]]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        for name, value in (("__signature__", signature), ("__name__", emit.__name__), ("__doc__", emit.__doc__)):
+        for name, value in (
+            ("__signature__", signature),
+            ("__name__", emit.__name__),
+            ("__doc__", emit.__doc__),
+        ):
             setattr(definition, name, value)
         return intrinsic(definition)
 
@@ -92,17 +96,19 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def load(typingctx: Any, tag: Any, address: Any) -> Any:
+def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
     """Sixteen consecutive elements of the tag's storage type, as float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         if tag == types.float32:
             return builder.load(_pointer(builder, values[1], _FLOATS), align=4)
         raw = builder.load(_pointer(builder, values[1], _SHORTS), align=2)
         if tag == types.int16:
             return builder.fpext(builder.bitcast(raw, _HALFS), _FLOATS)
         # a bfloat16 is the upper half of the float32 of the same value
-        return builder.bitcast(builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+        return builder.bitcast(
+            builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES)), _FLOATS
+        )
 
     return f32x16(tag, types.int64), codegen
 
@@ -170,7 +176,9 @@ def horizontal_sum(builder: Any, a: Any) -> Any:
         indices = ir.VectorType(_I32, width)
         low, high = (ir.Constant(indices, list(range(start, start + width))) for start in (0, width))
         none = ir.Constant(value.type, ir.Undefined)
-        value = builder.fadd(builder.shuffle_vector(value, none, low), builder.shuffle_vector(value, none, high))
+        value = builder.fadd(
+            builder.shuffle_vector(value, none, low), builder.shuffle_vector(value, none, high)
+        )
     return builder.extract_element(value, ir.Constant(_I32, 0))
 
 
@@ -200,13 +208,18 @@ def exp(builder: Any, a: Any) -> Any:
 
 @_operation(f32x16, f32x16)
 def tanh(builder: Any, a: Any) -> Any:
-    """The hyperbolic tangent, absolute error below 2e-7."""
+    """The hyperbolic tangent within 4 ulp; NaN for NaN. Cephes' tanhf: odd polynomial near 0, exp elsewhere."""
+    z = builder.fmul(a, a)
+    p = _constant(-5.70498872745e-3)
+    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = _multiply_add(builder, p, z, _constant(coefficient))
+    near = _multiply_add(builder, builder.fmul(p, z), a, a)
     # beyond ±20 the result is ±1 in float32, and exp must not overflow
     low = _call(builder, "llvm.minnum.v16f32", _FLOATS, a, _constant(20.0))
     clamped = _call(builder, "llvm.maxnum.v16f32", _FLOATS, low, _constant(-20.0))
     e = _exp(builder, builder.fmul(clamped, _constant(2.0)))
-    quotient = builder.fdiv(_constant(2.0), builder.fadd(e, _constant(1.0)))
-    value = builder.fsub(_constant(1.0), quotient)
+    far = builder.fsub(_constant(1.0), builder.fdiv(_constant(2.0), builder.fadd(e, _constant(1.0))))
+    value = builder.select(builder.fcmp_ordered("<", z, _constant(0.390625)), near, far)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, value)
 
 

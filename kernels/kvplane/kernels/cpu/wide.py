@@ -18,6 +18,7 @@ from kvplane.kernels.cpu.simd import (
     add,
     exp,
     fetch_add,
+    horizontal_sum,
     keep_between,
     load,
     maximum,
@@ -35,7 +36,9 @@ WIDE_BYTES = WIDE * 4
 
 
 @jit
-def convert_rows(tag: Any, size: int, rows: NDArray[np.int64], offset: int, count: int, dim: int, into: int) -> None:
+def convert_rows(
+    tag: Any, size: int, rows: NDArray[np.int64], offset: int, count: int, dim: int, into: int
+) -> None:
     """Rows at scattered addresses become float32 rows one after the other; the next tile's are prefetched."""
     for t in range(count):
         at = rows[t] + offset
@@ -47,7 +50,16 @@ def convert_rows(tag: Any, size: int, rows: NDArray[np.int64], offset: int, coun
 
 @jit
 def softmax_lanes(
-    scores: int, soft_cap: np.float32, masked: bool, low: int, high: int, count: int, top: int, total: int, output: int, dim: int
+    scores: int,
+    soft_cap: np.float32,
+    masked: bool,
+    low: int,
+    high: int,
+    count: int,
+    top: int,
+    total: int,
+    output: int,
+    dim: int,
 ) -> None:
     """Scores[t, lane] become exp(score - running maximum of the lane); lanes see low..high-1 where `masked`.
 
@@ -80,6 +92,30 @@ def softmax_lanes(
         for d in range(dim):
             at = output + d * WIDE_BYTES + lane
             store(at, mul(load(TAG_F32, at), shrink))
+
+
+@jit
+def all_finite(values: int, count: int) -> bool:
+    """Whether `count` float32 (a multiple of 16) at an address hold neither NaN nor infinity."""
+    none = splat(np.float32(0))
+    for i in range(0, count, 16):
+        none = add(none, mul(load(TAG_F32, values + i * 4), splat(np.float32(0))))
+    return horizontal_sum(none) == 0  # type: ignore[no-any-return]
+
+
+@jit
+def accumulate_seen(
+    scores: NDArray[np.float32],
+    values: NDArray[np.float32],
+    state: NDArray[np.float32],
+    count: int,
+    output: NDArray[np.float32],
+) -> None:
+    """output[:, lane] += Σ scores[t, lane] * values[t], leaving out the t a lane may not see: 0 * NaN is NaN."""
+    for lane in range(WIDE):
+        for t in range(int(state[0, lane]), min(int(state[1, lane]), count)):
+            for d in range(output.shape[0]):
+                output[d, lane] += scores[t, lane] * values[t, d]
 
 
 @jit
@@ -187,6 +223,9 @@ def attend_wide(
                 address_of(output),
                 dim,
             )
+            if masked and not all_finite(address_of(value_tile), count * dim):
+                accumulate_seen(scores, value_tile, state, count, output)
+                continue
             for d in range(0, dim, ROWS):
                 outer_tile(
                     TAG_F32,

@@ -94,7 +94,9 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
     token_split = split_of[sequence]
     splits = np.where(high > low, (high - 1) // token_split - low // token_split + 1, 0)
     tokens = np.zeros((plan.num_tokens, 5), np.int64)
-    tokens[: len(sequence)] = np.stack([low, high, np.cumsum(splits) - splits, low // token_split, splits], axis=1)
+    tokens[: len(sequence)] = np.stack(
+        [low, high, np.cumsum(splits) - splits, low // token_split, splits], axis=1
+    )
 
     start = np.cumsum(queries) - queries
     block_rows = np.where(narrow_of, NARROW_ROWS, WIDE)
@@ -150,4 +152,3 @@ def _shared_prefix(plan: "AttentionPlan", narrow_of: NDArray[np.bool_]) -> tuple
     seen = plan.sequence_lengths - (plan.query_lengths if plan.causal else 0)
     sharers = np.flatnonzero(narrow_of & (plan.query_lengths > 0) & (seen >= shared))
     return (shared, sharers) if shared and len(sharers) > 1 else (0, sharers[:0])
-
