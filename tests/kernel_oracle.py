@@ -19,8 +19,12 @@ def dense_attention(batch: Batch) -> Tensor:
             continue
         first = 0 if case.window is None else max(0, length - queries + 1 - case.window)
         skipped = first // case.block_size
-        blocks = [block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]]
-        key, value = (torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True))
+        blocks = [
+            block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]
+        ]
+        key, value = (
+            torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True)
+        )
         key, value = (part.repeat_interleave(case.group, 0) for part in (key, value))
         scores = batch.query[rows].transpose(0, 1) @ key.transpose(1, 2) * plan.scale
         if case.soft_cap is not None:
@@ -37,8 +41,8 @@ def dense_attention(batch: Batch) -> Tensor:
 def assert_as_good_as_torch(batch: Batch, out: Tensor, lse: Tensor) -> None:
     """The error against float64 is at most twice that of torch in the same dtype, plus rounding.
 
-    The bound and the first rounding term are those FlashAttention's tests use; the second is four units in the
-    last place of the float32 in which sums are kept, for cases so small that torch is exact by luck.
+    The bound and the first rounding term are those FlashAttention's tests use; the second is four units in
+    the last place of the float32 in which sums are kept, for cases so small that torch is exact by luck.
     """
     expected, expected_lse = reference.attend(batch.plan(), batch.query, batch.layer)
     factor = 3 if batch.case.soft_cap is not None else 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kernel_cases import Case, block_views, pool_tensors
 from kvplane import kernels
@@ -58,7 +59,9 @@ def test_zero(case: Case) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 11), unique=True, max_size=11).flatmap(
-        lambda written: st.tuples(st.just(written), st.lists(st.integers(0, 11), min_size=len(written), max_size=len(written)))
+        lambda written: st.tuples(
+            st.just(written), st.lists(st.integers(0, 11), min_size=len(written), max_size=len(written))
+        )
     )
 )
 def test_18_copies_with_chains_swaps_and_fans(mapping: tuple[list[int], list[int]]) -> None:
@@ -70,7 +73,7 @@ def test_18_copies_with_chains_swaps_and_fans(mapping: tuple[list[int], list[int
     assert torch.equal(contents_of(layer), expected)
 
 
-def splitmix_sum(words: np.ndarray) -> int:  # type: ignore[type-arg]
+def splitmix_sum(words: NDArray[np.uint64]) -> int:
     """The definition of the checksum, in Python integers."""
     total, mask = 0, (1 << 64) - 1
     for place, word in enumerate(words.tolist(), 1):

@@ -26,7 +26,9 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
-    loaded = run_python("import sys, kvplane.kernels; print({'numba', 'grpc', 'google', 'triton'} & set(sys.modules))")
+    loaded = run_python(
+        "import sys, kvplane.kernels; print({'numba', 'grpc', 'google', 'triton'} & set(sys.modules))"
+    )
     assert loaded.strip() == "set()"
 
 
@@ -37,7 +39,10 @@ def test_warm_up_says_what_it_did() -> None:
     assert report.seconds < 5
     assert report.cache_folder == jit.CACHE_FOLDER
     again = run_python(
-        "import torch; from kvplane.kernels.cpu.warm_up import warm_up; r = warm_up([torch.float32]); print(r.compiled, r.loaded)"
+        "import torch\n"
+        "from kvplane.kernels.cpu.warm_up import warm_up\n"
+        "report = warm_up([torch.float32])\n"
+        "print(report.compiled, report.loaded)"
     )
     assert again.split() == ["0", "6"], "another process loads them"
 

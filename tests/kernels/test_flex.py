@@ -36,7 +36,15 @@ def test_agrees_with_flex_paged_attention() -> None:
     # our block 0 is the null block, so their page p is our block p + 1
     blocks = (key_cache, value_cache)
     layer = PagedKv.of(
-        *(torch.cat([torch.full((1, KV_HEADS, PAGE, DIM), torch.nan), c[0].view(KV_HEADS, pages, PAGE, DIM).transpose(0, 1)]) for c in blocks)
+        *(
+            torch.cat(
+                [
+                    torch.full((1, KV_HEADS, PAGE, DIM), torch.nan),
+                    c[0].view(KV_HEADS, pages, PAGE, DIM).transpose(0, 1),
+                ]
+            )
+            for c in blocks
+        )
     )
     tables = paged.page_table[:, : -(-LENGTH // PAGE)] + 1
     plan = kernels.plan(layer.geometry, tables, [LENGTH] * BATCH, num_query_heads=KV_HEADS * GROUP)

@@ -1,4 +1,4 @@
-"""Addresses past 2^31 elements and block ids past 2^16, on a mapping of which only the touched pages exist."""
+"""Addresses past 2^31 elements and block ids past 2^16, on a mapping that exists only where it is touched."""
 
 import mmap
 
@@ -23,7 +23,7 @@ def test_01_02_offsets_and_ids_are_not_truncated(layout: Layout) -> None:
     num_blocks = (1 << 31) // (2 * ELEMENTS) + 5
     inner = (KV_HEADS, BLOCK_SIZE) if layout is Layout.HND else (BLOCK_SIZE, KV_HEADS)
     pool = sparse(num_blocks * 2 * ELEMENTS).view(num_blocks, 2, *inner, HEAD_DIM)
-    layer = PagedKv.interleaved(pool, layout)
+    layer = PagedKv.interleaved(pool, layout=layout)
     assert pool.numel() > 1 << 31
     tables = [[num_blocks - 1, (1 << 16) - 1, 1 << 16], [(1 << 16) + 1, num_blocks - 2, 1]]
     lengths = [48, 37]
@@ -40,6 +40,8 @@ def test_01_02_offsets_and_ids_are_not_truncated(layout: Layout) -> None:
     assert torch.equal(pool[num_blocks - 3], pool[num_blocks - 1])
     key, _ = kernels.gather_blocks(layer, [num_blocks - 1])
     assert torch.equal(key.view(-1, HEAD_DIM), rows[0, :16].view(-1, HEAD_DIM))
-    assert kernels.checksum_blocks(layer, [num_blocks - 1]) == kernels.checksum_blocks(layer, [num_blocks - 3])
+    assert kernels.checksum_blocks(layer, [num_blocks - 1]) == kernels.checksum_blocks(
+        layer, [num_blocks - 3]
+    )
     kernels.zero_blocks(layer, [num_blocks - 1])
     assert not pool[num_blocks - 1].any()

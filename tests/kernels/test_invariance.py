@@ -34,7 +34,10 @@ def test_split_of_a_large_batch_equals_the_whole() -> None:
     case = Case("large", tuple((1 + 97 * b % 1500, 1) for b in range(40)), dtype=torch.bfloat16, group=3)
     batch = build(case)
     out, _ = batch.attend()
-    halves = [kernels.attend(batch.plan_of(r), batch.query[r.start : r.stop], batch.layer)[0] for r in (range(17), range(17, 40))]
+    halves = [
+        kernels.attend(batch.plan_of(r), batch.query[r.start : r.stop], batch.layer)[0]
+        for r in (range(17), range(17, 40))
+    ]
     assert torch.equal(torch.cat(halves), out)
 
 
@@ -47,13 +50,9 @@ def test_renumbered_blocks_give_the_same_bits() -> None:
     moved.keys[0][order], moved.values[0][order] = keys, values
     known = (batch.tables > 0) & (batch.tables < keys.shape[0])
     tables = np.where(known, order.numpy()[np.where(known, batch.tables, 0)], batch.tables)
-    again = replace_tables(batch, moved, tables)
+    again = replace(batch, layer=moved, tables=tables).attend()
     assert torch.equal(again[0], out)
     assert torch.equal(again[1], lse)
-
-
-def replace_tables(batch, layer, tables):  # type: ignore[no-untyped-def]
-    return replace(batch, layer=layer, tables=tables).attend()
 
 
 def test_layouts_and_segments_give_the_same_bits() -> None:

@@ -23,7 +23,9 @@ from kvplane.kernels import (
 LAYER, POOLS = pool_tensors(Case("errors", ()), 8, fill=0.0)
 
 
-def plan(tables: Any = ((1, 2), (3, 4)), lengths: Any = (20, 32), queries: Any = None, **options: Any) -> kernels.AttentionPlan:
+def plan(
+    tables: Any = ((1, 2), (3, 4)), lengths: Any = (20, 32), queries: Any = None, **options: Any
+) -> kernels.AttentionPlan:
     return kernels.plan(LAYER.geometry, np.array(tables), lengths, queries, num_query_heads=8, **options)
 
 
@@ -38,7 +40,11 @@ REFUSED: list[tuple[type[KernelError], str, Callable[[], object]]] = [
     (TableError, "shared_prefix_tokens", lambda: plan(shared_prefix_tokens=16)),
     (ShapeError, "shared_prefix_tokens", lambda: plan(((1, 2), (1, 4)), shared_prefix_tokens=8)),
     (ShapeError, "shared_prefix_tokens", lambda: plan(((1, 2), (1, 2)), shared_prefix_tokens=32)),
-    (UnsupportedFeatureError, "shared_prefix_tokens", lambda: plan(((1, 2), (1, 4)), shared_prefix_tokens=16, window=9)),
+    (
+        UnsupportedFeatureError,
+        "shared_prefix_tokens",
+        lambda: plan(((1, 2), (1, 4)), shared_prefix_tokens=16, window=9),
+    ),
     (ShapeError, "block_tables", lambda: plan((1, 2))),
     (ShapeError, "block_tables", lambda: plan(lengths=(20,))),
     (ShapeError, "block_tables", lambda: plan(queries=(1,))),
@@ -70,7 +76,11 @@ REFUSED: list[tuple[type[KernelError], str, Callable[[], object]]] = [
     (SlotError, "blocks", lambda: kernels.zero_blocks(LAYER, [0])),
     (SlotError, "destinations", lambda: kernels.copy_blocks(LAYER, [1, 2], [3, 3])),
     (ShapeError, "destinations", lambda: kernels.copy_blocks(LAYER, [1, 2], [3])),
-    (ShapeError, "key", lambda: kernels.scatter_blocks(LAYER, [1], torch.zeros(2, 16, 2, 64), torch.zeros(1, 16, 2, 64))),
+    (
+        ShapeError,
+        "key",
+        lambda: kernels.scatter_blocks(LAYER, [1], torch.zeros(2, 16, 2, 64), torch.zeros(1, 16, 2, 64)),
+    ),
 ]
 
 
@@ -101,13 +111,25 @@ BAD_LAYERS: list[tuple[type[KernelError], str, Callable[[], object]]] = [
     (ShapeError, "num_kv_heads", lambda: PagedKv.of(tensors(4, 0, 16, 64), tensors(4, 0, 16, 64))),
     (ShapeError, "blocks", lambda: PagedKv.interleaved(tensors(4, 3, 2, 16, 64))),
     (DtypeError, "values", lambda: PagedKv.of(tensors(*GOOD), tensors(*GOOD, dtype=torch.bfloat16))),
-    (UnsupportedFeatureError, "keys.dtype", lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.float8_e4m3fn)] * 2)),
+    (
+        UnsupportedFeatureError,
+        "keys.dtype",
+        lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.float8_e4m3fn)] * 2),
+    ),
     (UnsupportedFeatureError, "keys.dtype", lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.int8)] * 2)),
-    (UnsupportedFeatureError, "key_scale", lambda: PagedKv.of(tensors(*GOOD), tensors(*GOOD), key_scale=torch.ones(2))),
+    (
+        UnsupportedFeatureError,
+        "key_scale",
+        lambda: PagedKv.of(tensors(*GOOD), tensors(*GOOD), key_scale=torch.ones(2)),
+    ),
     (StrideError, "keys", lambda: PagedKv.of(tensors(4, 2, 64, 16).transpose(2, 3), tensors(*GOOD))),
     (StrideError, "values", lambda: PagedKv.of(tensors(*GOOD), tensors(4, 2, 16, 65)[..., :64])),
     (StrideError, "keys", lambda: PagedKv.of(tensors(4 * 2 * 16 * 64 + 1)[1:].view(GOOD), tensors(*GOOD))),
-    (StrideError, "keys", lambda: PagedKv.of([tensors(*GOOD), tensors(4, 16, 2, 64).transpose(1, 2)], [tensors(*GOOD)] * 2)),
+    (
+        StrideError,
+        "keys",
+        lambda: PagedKv.of([tensors(*GOOD), tensors(4, 16, 2, 64).transpose(1, 2)], [tensors(*GOOD)] * 2),
+    ),
 ]
 
 
@@ -126,10 +148,18 @@ def test_bad_tensors_at_a_call_change_nothing() -> None:
     calls: list[tuple[type[KernelError], str, Callable[[], object]]] = [
         (ShapeError, "query", lambda: kernels.attend(good, query[:1], LAYER, out=out)),
         (DtypeError, "query", lambda: kernels.attend(good, query.double(), LAYER, out=out)),
-        (StrideError, "query", lambda: kernels.attend(good, torch.zeros(2, 64, 8).transpose(1, 2), LAYER, out=out)),
+        (
+            StrideError,
+            "query",
+            lambda: kernels.attend(good, torch.zeros(2, 64, 8).transpose(1, 2), LAYER, out=out),
+        ),
         (ShapeError, "out", lambda: kernels.attend(good, query, LAYER, out=out[:1])),
         (ShapeError, "lse", lambda: kernels.attend(good, query, LAYER, out=out, lse=torch.zeros(2, 7))),
-        (DtypeError, "lse", lambda: kernels.attend(good, query, LAYER, out=out, lse=torch.zeros(2, 8).double())),
+        (
+            DtypeError,
+            "lse",
+            lambda: kernels.attend(good, query, LAYER, out=out, lse=torch.zeros(2, 8).double()),
+        ),
         (ShapeError, "layer", lambda: kernels.attend(good, query, small, out=out)),
         (ShapeError, "key", lambda: kernels.write(good, rows[:1], rows, LAYER)),
         (ShapeError, "value", lambda: kernels.write(good, rows, rows[:, :1], LAYER)),

@@ -1,9 +1,11 @@
 """Bugs that were reported against other paged attention kernels, each as a test under its number.
 
-The list is in docs/kernels.md. 1 and 2 are in test_huge_pools.py, 15 and 21 in the case matrix, 18 in test_blocks.py.
+The list is in docs/kernels.md. 1 and 2 are in test_huge_pools.py, 15 and 21 in the case matrix, 18 in
+test_blocks.py.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from kernel_cases import MATRIX, Case, build, pool_tensors
 from kernel_oracle import assert_as_good_as_torch
 from kvplane import kernels
-from kvplane.kernels import Layout, PagedKv, TableError, UnsupportedFeatureError, reference
+from kvplane.kernels import PagedKv, TableError, UnsupportedFeatureError, reference
 
 MIXED = next(case for case in MATRIX if case.name == "mixed")
 
@@ -117,7 +119,7 @@ def test_08_merging_in_place() -> None:
 
 @pytest.mark.parametrize("queries", [1, 3, 30])
 def test_09_window_starts_at_every_place_in_a_tile(queries: int) -> None:
-    """A window of W is W keys, the token itself included; equal to a dense mask for each start modulo a tile."""
+    """A window of W is W keys, the token itself included; equal to a dense mask for each start in a tile."""
     for window in (*range(1, 20), *range(60, 70), 128, 129):
         batch = build(Case("window", ((150, queries),), window=window, head_dim=16, kv_heads=1))
         assert_as_good_as_torch(batch, *batch.attend())
@@ -127,10 +129,11 @@ def test_10_scales_and_16_sinks_and_22_tree_masks_are_refused_not_ignored() -> N
     layer, pools = pool_tensors(Case("features", ()), 4, fill=0.0)
     for name in ("key_scale", "value_scale"):
         with pytest.raises(UnsupportedFeatureError, match=name):
-            PagedKv.of(*pools, **{name: torch.ones(1)})
+            PagedKv.of(pools[0], pools[1], **{name: torch.ones(1)})  # type: ignore[arg-type]
     for name in ("sinks", "alibi_slopes", "tree_mask"):
+        option: dict[str, Any] = {name: torch.ones(2)}
         with pytest.raises(UnsupportedFeatureError, match=name):
-            kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, **{name: torch.ones(2)})
+            kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, **option)
 
 
 def test_11_keys_and_values_of_unequal_strides() -> None:
@@ -212,7 +215,7 @@ def test_23_many_splits_do_not_lose_precision() -> None:
 def test_24_tensors_that_begin_inside_an_allocation() -> None:
     memory = torch.full((1 << 16,), torch.nan)
     part = memory[1000 * 16 : 1000 * 16 + 2 * 5 * 2 * 16 * 16].view(2, 5, 2, 16, 16)
-    layer = PagedKv.of(part[0], part[1], Layout.HND)
+    layer = PagedKv.of(part[0], part[1])
     plan = kernels.plan(layer.geometry, [[3, 2]], [20], [20], num_query_heads=2)
     rows = torch.randn(20, 2, 16)
     kernels.write(plan, rows, rows, layer)

@@ -27,7 +27,9 @@ def rows_of(plan: AttentionPlan, dtype: torch.dtype, extra: int = 0) -> tuple[Te
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("segments", [1, 3])
-def test_bytes_at_the_slots_and_nowhere_else(layout: Layout, interleaved: bool, dtype: torch.dtype, segments: int) -> None:
+def test_bytes_at_the_slots_and_nowhere_else(
+    layout: Layout, interleaved: bool, dtype: torch.dtype, segments: int
+) -> None:
     case = replace(MIXED, layout=layout, interleaved=interleaved, dtype=dtype, segments=segments)
     written, expected = build(case), build(case)
     plan = written.plan()
@@ -74,7 +76,14 @@ def test_strided_rows() -> None:
 
 def test_own_slots() -> None:
     layer, _ = pool_tensors(Case("slots", ()), 8, fill=0.0)
-    plan = kernels.plan(layer.geometry, np.empty((0, 0), np.int64), [], num_query_heads=8, padding_tokens=3, slots=[40, -1, 127])
+    plan = kernels.plan(
+        layer.geometry,
+        np.empty((0, 0), np.int64),
+        [],
+        num_query_heads=8,
+        padding_tokens=3,
+        slots=[40, -1, 127],
+    )
     key, value = rows_of(plan, torch.float32)
     kernels.write(plan, key, value, layer)
     assert torch.equal(layer.keys[0][2, :, 8], key[0])

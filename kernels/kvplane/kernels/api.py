@@ -21,9 +21,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the plan's rows over one layer; returns (out, lse), the given tensors where given.
 
-    `query` and `out` [rows, query heads, head_dim], any of the supported dtypes and any strides but a contiguous
-    last dimension; `lse` float32 [rows, query heads], the natural logarithm of the softmax denominator. Scores,
-    softmax and sums are float32. The keys and values of this step's tokens must have been written.
+    `query` and `out` [rows, query heads, head_dim], of any supported dtype and any strides but a contiguous
+    last dimension; `lse` float32 [rows, query heads], the natural logarithm of the softmax denominator.
+    Scores, softmax and sums are float32. The keys and values of this step's tokens must have been written.
     Padding rows and rows that see no key become zeros with LSE -inf.
     Raises ShapeError, DtypeError or StrideError.
     """
@@ -48,8 +48,8 @@ def attend(
 def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> None:
     """Store this step's keys and values at the plan's slots; rows whose slot is -1 are skipped.
 
-    `key` and `value` [rows, kv_heads, head_dim] in the cache's dtype; rows beyond the plan's (a padded batch) are
-    ignored. Raises ShapeError, DtypeError or StrideError.
+    `key` and `value` [rows, kv_heads, head_dim] in the cache's dtype; rows beyond the plan's (a padded batch)
+    are ignored. Raises ShapeError, DtypeError or StrideError.
     """
     geometry = plan.geometry
     _check_layer(geometry, layer)
@@ -82,8 +82,8 @@ def merge_states(
     """Attention over two disjoint sets of keys, from the attention over each; runs on the tensors' device.
 
     `out_*` [rows, heads, head_dim], `lse_*` [rows, heads] natural logarithms; -inf marks an empty set, whose
-    output is not read. Two empty sets give zeros and -inf. `out` and `lse` may be any of the inputs. Computed in float32.
-    Raises ShapeError.
+    output is not read. Two empty sets give zeros and -inf. `out` and `lse` may be any of the inputs. Computed
+    in float32. Raises ShapeError.
     """
     for name, tensor, shape in (
         ("lse_a", lse_a, out_a.shape[:-1]),
@@ -112,9 +112,10 @@ def _weighted(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def copy_blocks(layer: PagedKv, sources: Integers, destinations: Integers) -> None:
-    """Copy block sources[i] to destinations[i], as if all were read before any is written: chains and swaps work.
+    """Copy block sources[i] to destinations[i], as if all were read before any is written.
 
-    Raises ShapeError or SlotError (a destination named twice, the null block, a block that does not exist).
+    So chains and swaps work. Raises ShapeError or SlotError (a destination named twice, the null block, a
+    block that does not exist).
     """
     read, written = (
         _block_ids("sources", sources, layer.geometry),
@@ -148,7 +149,8 @@ def scatter_blocks(layer: PagedKv, blocks: Integers, key: Tensor, value: Tensor)
         if tensor.dtype != layer.geometry.dtype or tensor.device != layer.geometry.device:
             raise DtypeError(
                 name,
-                f"{layer.geometry.dtype} on {layer.geometry.device} expected, got {tensor.dtype} on {tensor.device}",
+                f"{layer.geometry.dtype} on {layer.geometry.device} expected, "
+                f"got {tensor.dtype} on {tensor.device}",
             )
     backend_for(layer.geometry.device).scatter_blocks(layer, ids, key.contiguous(), value.contiguous())
 

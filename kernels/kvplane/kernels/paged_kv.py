@@ -79,14 +79,15 @@ class PagedKv:
         cls,
         keys: Tensor | Sequence[Tensor],
         values: Tensor | Sequence[Tensor],
-        layout: Layout = Layout.HND,
         *,
+        layout: Layout = Layout.HND,
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
     ) -> "PagedKv":
         """Wrap block tensors: one each, or one per segment.
 
-        Shapes: [blocks, kv_heads, block_size, head_dim] for HND, [blocks, block_size, kv_heads, head_dim] for NHD.
+        Shapes: [blocks, kv_heads, block_size, head_dim] for HND, [blocks, block_size, kv_heads, head_dim] for
+        NHD.
         Raises ShapeError, DtypeError, StrideError or UnsupportedFeatureError.
         """
         segments_of_keys = (keys,) if isinstance(keys, Tensor) else tuple(keys)
@@ -101,13 +102,13 @@ class PagedKv:
         return cls(segments_of_keys, segments_of_values, key_scale, value_scale)
 
     @classmethod
-    def interleaved(cls, blocks: Tensor | Sequence[Tensor], layout: Layout = Layout.HND) -> "PagedKv":
+    def interleaved(cls, blocks: Tensor | Sequence[Tensor], *, layout: Layout = Layout.HND) -> "PagedKv":
         """Wrap tensors whose block holds K, then V: [blocks, 2, …] with … as in `of`."""
         segments = (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
         for segment in segments:
             if segment.dim() != 5 or segment.shape[1] != 2:
                 raise ShapeError("blocks", f"[blocks, 2, …] expected, got shape {tuple(segment.shape)}")
-        return cls.of([s[:, 0] for s in segments], [s[:, 1] for s in segments], layout)
+        return cls.of([s[:, 0] for s in segments], [s[:, 1] for s in segments], layout=layout)
 
 
 def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> KvGeometry:
@@ -155,7 +156,8 @@ def _check_strides(name: str, segment: Tensor, reference: Tensor) -> None:
     if any(stride % aligned for stride in segment.stride()[:3]) or segment.data_ptr() % ALIGNMENT_BYTES:
         raise StrideError(
             name,
-            f"base and strides must be multiples of {ALIGNMENT_BYTES} bytes, got strides {segment.stride()} elements",
+            f"base and strides must be multiples of {ALIGNMENT_BYTES} bytes, "
+            f"got strides of {segment.stride()} elements",
         )
 
 

@@ -78,11 +78,12 @@ def plan(
 ) -> AttentionPlan:
     """Validate a batch and lay out its work. The arguments are copied: changing them later changes nothing.
 
-    `block_tables` [sequences, blocks] int; entries past a sequence's length, and entries that left its window, are
-    never looked at. `query_lengths` None means one token each (decode). `scale` None means 1/sqrt(head_dim).
+    `block_tables` [sequences, blocks] int; entries past a sequence's length, and entries that left its
+    window, are never looked at. `query_lengths` None means one token each (decode). `scale` None means
+    1/sqrt(head_dim).
     `window` W: a token sees W keys, itself included. `soft_cap` c: scores become c * tanh(score / c).
-    `shared_prefix_tokens`: a multiple of the block size; the tables of all sequences agree on it, and it is read
-    once for the whole batch (cascade). `slots` [rows] overrides where new keys and values go.
+    `shared_prefix_tokens`: a multiple of the block size; the tables of all sequences agree on it, and it is
+    read once for the whole batch (cascade). `slots` [rows] overrides where new keys and values go.
 
     A sequence of length 0 is padding: its rows come out as zeros with LSE -inf, and nothing is written.
     Raises ShapeError, DtypeError, TableError, SlotError or UnsupportedFeatureError.
@@ -112,7 +113,7 @@ def plan(
         else integers("slots", slots, 1)
     )
     _check_slots(geometry, own_slots, num_tokens)
-    result = AttentionPlan(
+    return AttentionPlan(
         geometry=geometry,
         block_tables=_frozen(np.where((tables >= 0) & (tables < geometry.num_blocks), tables, 0), np.int32),
         sequence_lengths=_frozen(lengths, np.int64),
@@ -126,7 +127,6 @@ def plan(
         soft_cap=soft_cap,
         shared_prefix_tokens=shared_prefix_tokens,
     )
-    return result
 
 
 def _frozen(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:
@@ -136,7 +136,7 @@ def _frozen(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:
 
 
 def integers(name: str, values: Integers, dimensions: int) -> NDArray[np.int64]:
-    """The values as a new int64 array of so many dimensions; raises DtypeError or ShapeError naming the field."""
+    """The values as a new int64 array of so many dimensions; raises DtypeError or ShapeError."""
     array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
     if array.size == 0 and not isinstance(values, (Tensor, np.ndarray)):
         array = array.astype(np.int64)

@@ -42,7 +42,7 @@ def fill_addresses(
     """
     for i in range(keys.shape[0]):
         position = min(start + i, end - 1)
-        block = np.int64(blocks[position // block_size])
+        block = int(np.int64(blocks[position // block_size]))
         slot = position % block_size
         segment = segment_of(segments, block)
         local = block - segments[segment, 0]

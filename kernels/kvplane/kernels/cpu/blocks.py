@@ -20,7 +20,8 @@ _SLOTS_A_TURN = 16
 def block_address(segments: NDArray[np.int64], block: int, role: int) -> int:
     """Byte address of head 0, slot 0 of a block's keys or values."""
     segment = segment_of(segments, block)
-    return segments[segment, 2 + role] + (block - segments[segment, 0]) * segments[segment, 4 + 3 * role]  # type: ignore[no-any-return]
+    local = block - segments[segment, 0]
+    return segments[segment, 2 + role] + local * segments[segment, 4 + 3 * role]  # type: ignore[no-any-return]
 
 
 @jit
@@ -38,7 +39,7 @@ def write_slots(
     value_row: int,
     value_head: int,
 ) -> None:
-    """Copy row i of K and V (byte address, byte strides) to slots[i]; rows with a negative slot are skipped."""
+    """Copy row i of K and V (byte address, byte strides) to slots[i]; negative slots are skipped."""
     while True:
         begin = fetch_add(address_of(counter), _SLOTS_A_TURN)
         if begin >= slots.shape[0]:
@@ -77,7 +78,7 @@ def move_blocks(
         if i >= blocks.shape[0]:
             return
         for role in range(2):
-            in_block = block_address(segments, blocks[i], role)
+            in_block = block_address(segments, int(blocks[i]), role)
             in_buffer = (key if role == KEYS else value) + i * block_bytes
             head_stride = segments[0, 5 + 3 * role]
             slot_stride = segments[0, 6 + 3 * role]
@@ -116,7 +117,7 @@ def checksum(
         total = np.uint64(0)
         place = np.uint64(0)
         for role in range(2):
-            base = block_address(segments, blocks[i], role)
+            base = block_address(segments, int(blocks[i]), role)
             for slot in range(block_size):
                 for head in range(heads):
                     row = base + slot * segments[0, 6 + 3 * role] + head * segments[0, 5 + 3 * role]

@@ -5,18 +5,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import config
+from numba.core import config as _config
 from numba.extending import intrinsic as _numba_intrinsic
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _numba_intrinsic
+config: Any = _config
 
 
 def _sources_digest() -> str:
-    """Numba's cache looks at the compiled function's own file only; these kernels inline each other across files."""
+    """Numba's cache looks at a function's own file only; these kernels inline each other across files."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -32,15 +33,12 @@ def _writable(folder: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: under NUMBA_CACHE_DIR if set, else the user's cache folder, else a private temporary one.
+    """Where compiled kernels are kept; always writable.
 
-    Always writable. The last part names the sources and the numba version, so stale code is never loaded.
+    Under NUMBA_CACHE_DIR if set, else in the user's cache folder, else in a private temporary one. The last
+    part names the sources and the numba version, so stale code is never loaded.
     """
-    candidates = (
-        [Path.home() / ".cache"]
-        if "XDG_CACHE_HOME" not in os.environ
-        else [Path(os.environ["XDG_CACHE_HOME"])]
-    )
+    candidates = [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")]
     if os.environ.get("NUMBA_CACHE_DIR"):
         candidates.insert(0, Path(os.environ["NUMBA_CACHE_DIR"]))
     for candidate in candidates:
@@ -54,13 +52,11 @@ CACHE_FOLDER = cache_folder()
 
 
 def jit(function: Compiled) -> Compiled:
-    """Compile at the first call for each combination of argument types; runs without the GIL, never bounds-checked."""
+    """Compile at the first call with each combination of argument types; without the GIL or bounds checks."""
     previous = config.CACHE_DIR
     config.CACHE_DIR = str(CACHE_FOLDER)
     try:
-        compiled: Compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(
-            function
-        )
+        compiled: Any = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(function)
     finally:
         config.CACHE_DIR = previous
-    return compiled
+    return cast("Compiled", compiled)

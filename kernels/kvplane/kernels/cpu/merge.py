@@ -18,7 +18,7 @@ def merge_partials(
     output: NDArray[np.float32],
     lse: NDArray[np.float32],
 ) -> None:
-    """Weigh each row's partials by exp(LSE), in the order of its splits; rows without any become 0 with LSE -inf."""
+    """Weigh each row's partials by exp(LSE) in the order of its splits; without any: 0 and LSE -inf."""
     heads = output.shape[1]
     dim = output.shape[2]
     while True:

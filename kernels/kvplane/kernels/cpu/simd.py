@@ -208,7 +208,7 @@ def exp(builder: Any, a: Any) -> Any:
 
 @_operation(f32x16, f32x16)
 def tanh(builder: Any, a: Any) -> Any:
-    """The hyperbolic tangent within 4 ulp; NaN for NaN. Cephes' tanhf: odd polynomial near 0, exp elsewhere."""
+    """The hyperbolic tangent within 4 ulp; NaN for NaN. Cephes' tanhf: a polynomial near 0, exp elsewhere."""
     z = builder.fmul(a, a)
     p = _constant(-5.70498872745e-3)
     for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):

@@ -1,7 +1,7 @@
 """The one pool of threads all compiled kernels run on, shared by all callers.
 
-Threads wait on a queue and never spin, so an idle pool costs nothing and two callers do not fight; a
-caller works along on its own call, so it never waits for a busy pool to begin. Compiled code runs without the GIL.
+Threads wait on a queue and never spin, so an idle pool costs nothing and two callers do not fight; a caller
+works along on its own call, so it never waits for a busy pool to begin. Compiled code runs without the GIL.
 """
 
 import os
@@ -20,7 +20,7 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Set how many threads work on one call; running calls finish as they began. Raises ValueError below 1."""
+    """Set how many threads work on one call; running calls end as they began. Raises ValueError below 1."""
     global _threads, _pool
     if count < 1:
         raise ValueError(f"count: at least 1 expected, got {count}")
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 def run_on_all(task: Callable[[], None], useful: int) -> None:
-    """Run `task` on the caller's thread and on at most `useful` - 1 others; they share work by a counter of their own.
+    """Run `task` on the caller's thread and on at most `useful` - 1 others; the task shares out its own work.
 
     Returns when all that began have ended, and raises what any of them raised.
     """

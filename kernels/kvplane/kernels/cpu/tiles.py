@@ -1,8 +1,8 @@
 """The inner loops: products of a few rows with a tile of keys or values.
 
 `score_tile` runs its lanes along the head dimension and reads K straight from the blocks. `outer_tile` is
-the rank-1 update at the core of a matrix multiplication (Goto and van de Geijn, 2008): four broadcast scalars times
-64 lanes, sixteen accumulators. It serves V in a decode step and both products of many-row attention.
+the rank-1 update at the core of a matrix multiplication (Goto and van de Geijn, 2008): four broadcast scalars
+times 64 lanes, sixteen accumulators. It serves V in a decode step and both products of many-row attention.
 """
 
 from typing import Any

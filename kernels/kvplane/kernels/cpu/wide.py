@@ -111,7 +111,7 @@ def accumulate_seen(
     count: int,
     output: NDArray[np.float32],
 ) -> None:
-    """output[:, lane] += Σ scores[t, lane] * values[t], leaving out the t a lane may not see: 0 * NaN is NaN."""
+    """output[:, lane] += Σ scores[t, lane] * values[t], without the t a lane may not see: 0 * NaN is NaN."""
     for lane in range(WIDE):
         for t in range(int(state[0, lane]), min(int(state[1, lane]), count)):
             for d in range(output.shape[0]):

@@ -1,8 +1,8 @@
 """The work list of a plan: which rows meet which keys in which item, and where partial results go.
 
-Splits of the keys have a fixed length in tokens, counted from position 0, and everything else about an
-item depends on its own sequence only. So a sequence gets the same bits alone and in any batch, with any number
-of threads, whatever ids its blocks have.
+Splits of the keys have a fixed length in tokens, counted from position 0, and everything else about an item
+depends on its own sequence only. So a sequence gets the same bits alone and in any batch, with any number of
+threads, whatever ids its blocks have.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ UNSPLIT = 1 << 40
 class CpuWork:
     """`tokens` [rows, 5]: first and end visible position, first partial, first split, number of splits.
 
-    `narrow` and `wide` [items, 8]: first packed row (member * group + query head in group), rows, table, begin
-    and end position, split, first and end KV head. A member is an index into `members`, which names the token.
+    `narrow` and `wide` [items, 8]: first packed row (member * group + query head in the group), rows, table,
+    begin and end position, split, first and end KV head. `members` maps a member to its token.
     """
 
     tokens: NDArray[np.int64]
