@@ -1,0 +1,226 @@
+"""Attention of few query rows per KV head: decode, speculative verification, short chunks.
+
+FlashAttention's online softmax (Dao et al., 2022) over a fixed split of the keys (Flash-Decoding), with the
+query heads of a KV head packed into rows, so that K and V are read once. All KV heads of an item are
+served inside the loop over its tokens: in the NHD layout a block is then read as one run of bytes.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplane.kernels.cpu.addressing import address_of, fill_addresses
+from kvplane.kernels.cpu.jit import jit
+from kvplane.kernels.cpu.simd import (
+    TAG_F32,
+    add,
+    exp,
+    fetch_add,
+    horizontal_max,
+    horizontal_sum,
+    keep_lanes,
+    load,
+    maximum,
+    mul,
+    splat,
+    store,
+    tanh,
+)
+from kvplane.kernels.cpu.tiles import ROWS, TILE, WIDE, outer_strip, outer_tile, score_tile
+
+NARROW_ROWS = 16  # most rows per KV head; more are faster in lanes (wide.py)
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+@jit
+def softmax_rows(
+    scores: NDArray[np.float32],
+    soft_cap: np.float32,
+    low: NDArray[np.int64],
+    high: NDArray[np.int64],
+    count: int,
+    top: NDArray[np.float32],
+    total: NDArray[np.float32],
+    factors: NDArray[np.float32],
+) -> None:
+    """Scores of four rows become exp(score - running maximum); columns outside low..high-1 become 0.
+
+    Updates the running maximum and sum of each row; `factors` is what earlier sums and outputs shrink by.
+    """
+    for r in range(ROWS):
+        row = address_of(scores) + r * scores.strides[0]
+        best = splat(MINUS_INFINITY)
+        for t in range(0, count, 16):
+            x = load(TAG_F32, row + t * 4)
+            if soft_cap > 0:
+                x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
+            if low[r] > t or high[r] < t + 16:
+                x = keep_lanes(x, low[r] - t, high[r] - t)
+            store(row + t * 4, x)
+            best = maximum(best, x)
+        new = max(top[r], horizontal_max(best))
+        # a row that has seen no key yet must not compute -inf - -inf
+        safe = new if new > MINUS_INFINITY else np.float32(0)
+        factors[r] = np.exp(top[r] - safe)
+        sums = splat(np.float32(0))
+        for t in range(0, count, 16):
+            p = exp(add(load(TAG_F32, row + t * 4), splat(-safe)))
+            store(row + t * 4, p)
+            sums = add(sums, p)
+        total[r] = total[r] * factors[r] + horizontal_sum(sums)
+        top[r] = new
+
+
+@jit
+def accumulate_values(
+    tag: Any,
+    size: int,
+    scores: NDArray[np.float32],
+    values: NDArray[np.int64],
+    offset: int,
+    low: NDArray[np.int64],
+    high: NDArray[np.int64],
+    count: int,
+    dim: int,
+    output: int,
+    factors: NDArray[np.float32],
+) -> None:
+    """output[r] = factors[r] * output[r] + Σ_t scores[r, t] * value[t], over the columns row r may see.
+
+    A key that a row may not see is not multiplied by 0 but left out: its value may be NaN.
+    """
+    p = address_of(scores)
+    row = scores.strides[0]
+    same = True
+    for r in range(1, ROWS):
+        same = same and low[r] == low[0] and high[r] == high[0]
+    begin = max(low[0], 0)
+    end = min(high[0], count)
+    packed = dim // WIDE * WIDE if same else 0
+    for d in range(0, packed, WIDE):
+        outer_tile(
+            tag,
+            size,
+            p,
+            row,
+            4,
+            values,
+            offset + d * size,
+            begin,
+            end,
+            TILE,
+            output + d * 4,
+            dim * 4,
+            factors,
+        )
+    for r in range(ROWS):
+        begin = max(low[r], 0)
+        end = min(high[r], count)
+        for d in range(packed, dim, 16):
+            c = output + (r * dim + d) * 4
+            outer_strip(tag, p + r * row, values, offset + d * size, begin, end, c, factors[r])
+
+
+@jit
+def attend_narrow(
+    tag: Any,
+    size: int,
+    segments: NDArray[np.int64],
+    tables: NDArray[np.int32],
+    block_size: int,
+    items: NDArray[np.int64],
+    counter: NDArray[np.int64],
+    members: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    query: NDArray[np.float32],
+    group: int,
+    scale: np.float32,
+    soft_cap: np.float32,
+    partial_output: NDArray[np.float32],
+    partial_lse: NDArray[np.float32],
+) -> None:
+    """Work through `items` until `counter` passes their number; any number of threads may share one counter.
+
+    See work.py for the columns of `items` and `tokens`. Writes the partial outputs and LSEs of its items.
+    """
+    dim = query.shape[2]
+    heads = query.shape[1] // group
+    keys = np.empty(2 * TILE + 1, np.int64)
+    values = np.empty(2 * TILE + 1, np.int64)
+    scores = np.zeros((ROWS, TILE + 16), np.float32)
+    factors = np.empty(ROWS, np.float32)
+    row_low = np.zeros(NARROW_ROWS, np.int64)
+    row_high = np.zeros(NARROW_ROWS, np.int64)
+    low = np.zeros(ROWS, np.int64)
+    high = np.zeros(ROWS, np.int64)
+    queries = np.zeros((heads, NARROW_ROWS, dim), np.float32)
+    output = np.zeros((heads, NARROW_ROWS, dim), np.float32)
+    top = np.zeros((heads, NARROW_ROWS), np.float32)
+    total = np.zeros((heads, NARROW_ROWS), np.float32)
+    row_bytes = dim * 4
+    while True:
+        i = fetch_add(address_of(counter), 1)
+        if i >= items.shape[0]:
+            return
+        first = items[i, 0]
+        rows = items[i, 1]
+        blocks = tables[items[i, 2]]
+        begin = items[i, 3]
+        end = items[i, 4]
+        split = items[i, 5]
+        head_begin = items[i, 6]
+        head_end = items[i, 7]
+        padded = (rows + ROWS - 1) // ROWS * ROWS
+        for r in range(padded):
+            token = members[(first + min(r, rows - 1)) // group]
+            row_low[r] = tokens[token, 0]
+            row_high[r] = tokens[token, 1]
+        for head in range(head_begin, head_end):
+            for r in range(padded):
+                top[head, r] = MINUS_INFINITY
+                total[head, r] = 0
+                token = members[(first + min(r, rows - 1)) // group]
+                column = head * group + (first + r) % group
+                for d in range(dim):
+                    queries[head, r, d] = query[token, column, d] * scale if r < rows else np.float32(0)
+                    output[head, r, d] = 0
+        for start in range(begin, end, TILE):
+            count = min(TILE, end - start)
+            fill_addresses(segments, blocks, block_size, start, end, keys, values)
+            for head in range(head_begin, head_end):
+                for r in range(0, padded, ROWS):
+                    for j in range(ROWS):
+                        low[j] = row_low[r + j] - start
+                        high[j] = min(row_high[r + j] - start, count)
+                    at = (head * NARROW_ROWS + r) * row_bytes
+                    score_tile(
+                        tag, size, address_of(queries) + at, keys, head * segments[0, 5], count, dim, scores
+                    )
+                    softmax_rows(scores, soft_cap, low, high, count, top[head, r:], total[head, r:], factors)
+                    accumulate_values(
+                        tag,
+                        size,
+                        scores,
+                        values,
+                        head * segments[0, 8],
+                        low,
+                        high,
+                        count,
+                        dim,
+                        address_of(output) + at,
+                        factors,
+                    )
+        for head in range(head_begin, head_end):
+            for r in range(rows):
+                token = members[(first + r) // group]
+                place = split - tokens[token, 3]
+                if place < 0 or place >= tokens[token, 4]:
+                    continue
+                slot = tokens[token, 2] + place
+                column = head * group + (first + r) % group
+                seen = total[head, r] > 0 or total[head, r] != total[head, r]
+                inverse = np.float32(1) / total[head, r] if seen else np.float32(0)
+                for d in range(dim):
+                    partial_output[slot, column, d] = output[head, r, d] * inverse
+                partial_lse[slot, column] = top[head, r] + np.log(total[head, r]) if seen else MINUS_INFINITY
