@@ -70,6 +70,11 @@ def format_stamps(buffer: memoryview, num_blocks: int, pool_epoch: int) -> npt.N
     return open_stamps(buffer)
 
 
+def set_epoch(buffer: memoryview, pool_epoch: int) -> None:
+    """Store a new epoch of the pool in the header of a stamp array."""
+    np.frombuffer(buffer, STAMPS_HEADER, 1)["pool_epoch"] = pool_epoch
+
+
 def open_stamps(buffer: memoryview) -> npt.NDArray[np.uint64]:
     """View of shape [num_blocks]. Raises `ValueError` when the memory holds no stamps or is cut short."""
     count = _open(buffer, STAMPS_HEADER, STAMPS_MAGIC, "stamps")
