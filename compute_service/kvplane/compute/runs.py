@@ -1,0 +1,185 @@
+"""Plans and runs of a remote session, as jobs of the device thread: everything is checked, then everything is done."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from kvplane import kernels
+from kvplane.compute.arenas import Arenas
+from kvplane.compute.copies import run_copies
+from kvplane.compute.grants import apply_grants
+from kvplane.compute.plans import OpenPlan, batch_of, check_options, check_read, shape_of
+from kvplane.compute.sessions import Session
+from kvplane.compute.state import Holding, ShardState
+from kvplane.compute.tensors import Result, RunTensors
+from kvplane.v1 import compute_pb2, types_pb2
+from kvplane.wire.errors import DeadlineExceededError, InvalidArgumentError, LimitExceededError, PoolLostError
+
+OPEN_PLANS = 16
+"""Plans that a session may have open."""
+
+_WRITES = (compute_pb2.RUN_KIND_WRITE, compute_pb2.RUN_KIND_WRITE_AND_ATTEND)
+_ATTENDS = (compute_pb2.RUN_KIND_ATTEND, compute_pb2.RUN_KIND_WRITE_AND_ATTEND)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One Execute stream of a session."""
+
+    stream_id: int
+    session: Session
+    lease_epoch: int
+    holding: Holding
+    """Pool that the stream was opened on; its plans end with it."""
+    last_plan: int = 0
+    usual_heads: int | None = None
+    """Query heads of the newest run: a plan is prepared for as many before its first run comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What a run did."""
+
+    results: tuple[Result, ...]
+    written_bytes: int
+    read_bytes: int
+    tokens: int
+    """Query tokens attended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """A run's tensors, all checked."""
+
+    num_query_heads: int
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+    out: Result | None = None
+    lse: Result | None = None
+
+
+class Runs:
+    """What remote sessions execute on this shard."""
+
+    def __init__(self, state: ShardState, arenas: Arenas) -> None:
+        self._state = state
+        self._arenas = arenas
+
+    def open_plan(self, stream: Stream, plan: compute_pb2.Plan, deadline: float | None) -> int:
+        """Apply the plan's grants, check it and pin its blocks; returns the newest grant's number."""
+        session, holding = self._bound(stream)
+        if plan.plan_id <= stream.last_plan:
+            raise InvalidArgumentError.of("plan.plan_id", f"{plan.plan_id} does not rise above {stream.last_plan}")
+        if len(session.plans) >= OPEN_PLANS:
+            raise LimitExceededError(
+                f"{len(session.plans)} plans of the session are open",
+                metadata={"limit": "open_plans", "value": str(OPEN_PLANS)},
+                retry_after_seconds=0.01,
+            )
+        check_options(plan.options, "plan.options")
+        last_grant = apply_grants(self._state, session, plan.grants)
+        run_copies(holding, session)
+        layout = holding.pool.layout
+        batch = batch_of(plan, session.tables, layout)
+        check_read(holding.occupancy, batch, session.session_id, with_appended=False)
+        opened = OpenPlan(batch, plan.options, deadline)
+        if stream.usual_heads is not None and batch.num_tokens:
+            geometry = holding.pool.layers[layout.layers[0]].geometry
+            opened.kernel_plan(shape_of(plan.options, stream.usual_heads), geometry, layout.window_tokens)
+        holding.occupancy.pin(batch.ids)
+        session.plans[stream.stream_id, plan.plan_id] = opened
+        stream.last_plan = plan.plan_id
+        return last_grant
+
+    def apply_grants(self, stream: Stream, request: compute_pb2.ApplyGrants) -> int:
+        """Apply grants without a plan; returns the newest number."""
+        session, _ = self._bound(stream)
+        return apply_grants(self._state, session, request.grants)
+
+    def run(self, stream: Stream, run: compute_pb2.Run) -> RunOutcome:
+        """Execute one layer. A refusal is raised before anything is written."""
+        session, holding = self._bound(stream)
+        plan = session.plans.get((stream.stream_id, run.plan_id))
+        if plan is None:
+            raise InvalidArgumentError.of("run.plan_id", f"{run.plan_id} is not open in this stream")
+        if plan.deadline is not None and time.monotonic() > plan.deadline:
+            raise DeadlineExceededError("the plan's deadline has passed")
+        layer, layout = holding.pool.layers.get(run.layer), holding.pool.layout
+        if layer is None:
+            raise InvalidArgumentError.of("run.layer", f"{run.layer} is not held by this shard")
+        if run.kind not in _WRITES and run.kind not in _ATTENDS:
+            raise InvalidArgumentError.of("run.kind", "is not set")
+        options = run.options if run.HasField("options") else plan.options
+        check_options(options, "run.options")
+        batch = plan.batch
+        tensors = self._tensors(run, holding, session, batch.num_tokens)
+        shape = shape_of(options, tensors.num_query_heads)
+        prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
+        self._check_blocks(run, session, holding, plan)
+        if tensors.key is not None and tensors.value is not None:
+            holding.occupancy.occupy(batch.written_ids, batch.written_generations, session.session_id)
+            kernels.write(prepared, tensors.key, tensors.value, layer)
+            plan.written_layers.add(run.layer)
+            if len(plan.written_layers) == len(layout.layers):
+                holding.occupancy.fill(batch.written_ids, batch.write_ends)
+        if tensors.query is not None and tensors.out is not None:
+            lse = None if tensors.lse is None else tensors.lse.tensor
+            kernels.attend(prepared, tensors.query, layer, out=tensors.out.tensor, lse=lse)
+            stream.usual_heads = tensors.num_query_heads
+        token_bytes = 2 * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
+        return RunOutcome(
+            tuple(result for result in (tensors.out, tensors.lse) if result is not None),
+            batch.num_tokens * token_bytes if tensors.key is not None else 0,
+            batch.num_seen * token_bytes if tensors.query is not None else 0,
+            batch.num_tokens if tensors.query is not None else 0,
+        )
+
+    def close_plan(self, stream: Stream, plan_id: int) -> None:
+        """End a plan. Everything it launched has completed, since the thread runs one job after the other."""
+        plan = stream.session.plans.pop((stream.stream_id, plan_id), None)
+        if plan is None:
+            raise InvalidArgumentError.of("close.plan_id", f"{plan_id} is not open in this stream")
+        stream.holding.occupancy.unpin(plan.batch.ids)
+
+    def close_stream(self, stream: Stream) -> None:
+        """End all plans of a stream."""
+        for stream_id, plan_id in list(stream.session.plans):
+            if stream_id == stream.stream_id:
+                self.close_plan(stream, plan_id)
+
+    def _bound(self, stream: Stream) -> tuple[Session, Holding]:
+        holding = self._state.held()
+        if holding is not stream.holding:
+            raise PoolLostError(f"the pool that session {stream.session.session_id} ran on is gone")
+        stream.session.check(stream.lease_epoch)
+        return stream.session, holding
+
+    def _tensors(self, run: compute_pb2.Run, holding: Holding, session: Session, tokens: int) -> _Tensors:
+        layout = holding.pool.layout
+        given = RunTensors(run.tensors, self._arenas, session.session_id)
+        key = value = query = out = lse = None
+        heads = layout.num_kv_heads
+        if run.kind in _ATTENDS:
+            heads = given.query_shape()[1]
+            query = given.take(types_pb2.TENSOR_ROLE_QUERY, (tokens, heads, layout.head_dim))
+            out = given.result(types_pb2.TENSOR_ROLE_OUTPUT, tuple(query.shape), query.dtype, wanted=True)
+            lse = given.result(types_pb2.TENSOR_ROLE_LSE, (tokens, heads), query.dtype, wanted=False)
+        if run.kind in _WRITES:
+            rows = (tokens, layout.num_kv_heads, layout.head_dim)
+            key = given.take(types_pb2.TENSOR_ROLE_KEY, rows, layout.dtype)
+            value = given.take(types_pb2.TENSOR_ROLE_VALUE, rows, layout.dtype)
+        given.check_overlap()
+        return _Tensors(heads, key, value, query, out, lse)
+
+    def _check_blocks(self, run: compute_pb2.Run, session: Session, holding: Holding, plan: OpenPlan) -> None:
+        batch, occupancy = plan.batch, holding.occupancy
+        reads_appended = run.kind == compute_pb2.RUN_KIND_ATTEND and run.layer not in plan.written_layers
+        check_read(occupancy, batch, session.session_id, with_appended=reads_appended)
+        if run.kind in _WRITES:
+            occupancy.check_writable(
+                batch.written_ids, batch.written_generations, batch.write_starts, session.session_id
+            )
+            own = [each.batch.ids for each in session.plans.values()]
+            occupancy.check_unpinned(batch.written_ids, batch.written_generations, own)
