@@ -1,0 +1,63 @@
+"""`python -m kvplane.compute`: serve until told to stop, or `--check` whether a service is healthy."""
+
+import asyncio
+import sys
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ValidationError
+
+from kvplane.compute import log
+from kvplane.compute.config import ComputeConfig, load
+from kvplane.compute.server import ComputeServer
+from kvplane.wire.errors import KvplaneError
+from kvplane.wire.options import channel_options
+
+CHECK_SECONDS = 2.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 2 for what the configuration or the machine rules out."""
+    given = sys.argv[1:] if arguments is None else arguments
+    check = "--check" in given
+    try:
+        config = load([argument for argument in given if argument != "--check"])
+    except ValidationError as error:
+        for problem in error.errors():
+            print(f"{'.'.join(str(part) for part in problem['loc']) or 'config'}: {problem['msg']}", file=sys.stderr)
+        return 2
+    if check:
+        return _check(config)
+    if config.device == "cuda":
+        print(_no_cuda(), file=sys.stderr)
+        return 2
+    log.configure(config.log_format, config.log_level)
+    try:
+        asyncio.run(ComputeServer(config).run())
+    except (RuntimeError, KvplaneError, OSError) as error:
+        print(f"kvplane-compute: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _no_cuda() -> str:
+    if torch.cuda.is_available():
+        return "device: cuda is not built yet; use cpu"
+    return "device: this machine has no CUDA device; use cpu or auto"
+
+
+def _check(config: ComputeConfig) -> int:
+    try:
+        with grpc.insecure_channel(config.listen[0], options=channel_options()) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS)
+    except grpc.RpcError as error:
+        print(f"{config.listen[0]}: {error}", file=sys.stderr)
+        return 1
+    return int(answer.status != health_pb2.HealthCheckResponse.SERVING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What a shard announces of itself, from its configuration."""
+
+import secrets
+from pathlib import Path
+
+from kvplane.compute import memory
+from kvplane.compute.config import ComputeConfig
+from kvplane.compute.dtypes import KV_DTYPES, wire_dtype
+from kvplane.compute.layout import ROLES, PoolLayout, layout_of
+from kvplane.compute.state import ShardIdentity
+from kvplane.v1 import registry_pb2, types_pb2
+from kvplane.wire import directory, stamps
+from kvplane.wire.errors import LimitExceededError
+from kvplane.wire.features import BUILT
+from kvplane.wire.identity import ModelIdentity
+from kvplane.wire.packed import pack_u32
+
+FEATURES = frozenset({*BUILT, "seal", "void_rows", "fence", "inventory", "attach", "block_io"})
+"""What a control plane and engines may rely on here."""
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""Part of the free shared memory that a pool takes when nobody says how much."""
+
+
+def identity_of(config: ComputeConfig) -> ShardIdentity:
+    """The shard that a configuration describes, with a new boot id."""
+    spec = _shard_spec(config)
+    group = _group_spec(config)
+    order = types_pb2.HEAD_LAYOUT_HND if config.head_layout == "HND" else types_pb2.HEAD_LAYOUT_NHD
+    layout = layout_of([group], spec, order, config.interleaved_kv)
+    model = ModelIdentity(config.weights_revision, config.tokenizer_revision, config.kv_dtype, config.block_tokens)
+    folder = config.memory_folder / f"{config.pool_id.replace('/', '_')}-{config.rank}"
+    return ShardIdentity(
+        pool_id=config.pool_id,
+        boot_id=secrets.randbits(63) | 1,
+        model=model,
+        groups=(group,),
+        spec=spec,
+        layout_identity=layout.identity(config.tensor_parallel, config.pipeline_parallel),
+        layout=layout,
+        folder=folder,
+    )
+
+
+def _shard_spec(config: ComputeConfig) -> types_pb2.ShardSpec:
+    stage, part = divmod(config.rank, config.tensor_parallel)
+    heads, world = config.num_kv_heads, config.tensor_parallel
+    per_shard = max(1, heads // world)
+    first = part * heads // world if heads < world else part * per_shard
+    begin, end = (index * config.num_layers // config.pipeline_parallel for index in (stage, stage + 1))
+    spec = types_pb2.ShardSpec(
+        rank=config.rank,
+        world_size=world * config.pipeline_parallel,
+        first_kv_head=first,
+        num_kv_heads=per_shard,
+        replicated=heads < world,
+    )
+    if config.pipeline_parallel > 1:
+        spec.layers.CopyFrom(types_pb2.LayerRange(first=begin, count=end - begin))
+    return spec
+
+
+def _group_spec(config: ComputeConfig) -> types_pb2.GroupSpec:
+    dtype = wire_dtype(KV_DTYPES[config.kv_dtype])
+    group = types_pb2.GroupSpec(
+        block_tokens=config.block_tokens,
+        layers=pack_u32(range(config.num_layers)),
+        tensors=[
+            types_pb2.TensorSpec(
+                role=role,
+                dtype=dtype,
+                shape=[config.num_kv_heads, config.head_dim],
+                placement=types_pb2.TENSOR_PLACEMENT_HEAD_SHARDED,
+            )
+            for role in ROLES
+        ],
+    )
+    if config.window_tokens is None:
+        group.full_attention.SetInParent()
+    else:
+        group.sliding_window.window_tokens = config.window_tokens
+    return group
+
+
+def max_blocks(config: ComputeConfig, layout: PoolLayout) -> int:
+    """Blocks that the budget has room for. Raises `LimitExceededError` for fewer than two."""
+    folder = config.memory_folder
+    budget = config.pool_bytes or int(SHARE_OF_FREE_MEMORY * memory.available_bytes(folder))
+    per_block = layout.block_bytes + directory.BLOCK_ROW.itemsize + stamps.stamps_bytes(1) - stamps.stamps_bytes(0)
+    fits = budget // (layout.block_bytes if config.pool_bytes else per_block)
+    blocks = min(fits, config.max_blocks or fits, (1 << 31) - 1)
+    if blocks < 2:
+        raise LimitExceededError(
+            f"{budget} bytes hold {blocks} blocks of {layout.block_bytes} bytes, a pool has at least 2",
+            metadata={"limit": "pool_bytes", "value": str(budget)},
+        )
+    return blocks
+
+
+def registration_of(
+    config: ComputeConfig, identity: ShardIdentity, address: str, held: registry_pb2.HeldPool | None
+) -> registry_pb2.RegisterRequest:
+    """What the shard tells the control plane."""
+    model = identity.model
+    return registry_pb2.RegisterRequest(
+        pool_id=identity.pool_id,
+        boot_id=identity.boot_id,
+        address=address,
+        device=registry_pb2.Device(
+            kind=registry_pb2.DEVICE_KIND_CPU,
+            name="host memory",
+            available_bytes=memory.available_bytes(config.memory_folder),
+            host_id=host_id(),
+        ),
+        shard=identity.spec,
+        model=types_pb2.ModelIdentity(
+            weights_revision=model.weights_revision,
+            tokenizer_revision=model.tokenizer_revision,
+            kv_dtype=model.kv_dtype,
+            block_tokens=model.block_tokens,
+            hash_version=model.hash_version,
+        ),
+        layout=identity.layout_identity,
+        groups=identity.groups,
+        directory_version=directory.VERSION,
+        held_pool=held,
+        max_blocks=max_blocks(config, identity.layout) if held is None else held.num_blocks,
+        ttl_ms=round(1000 * config.ttl_seconds),
+        features=sorted(FEATURES),
+    )
+
+
+def host_id() -> str:
+    """Identity of this host since it was started; the same for all processes on it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

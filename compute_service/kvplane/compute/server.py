@@ -1,0 +1,267 @@
+"""The compute service as a process: memory, device thread, sockets, control stream, start and drain."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from contextlib import closing
+from typing import Any
+
+import grpc
+import prometheus_client
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvplane import kernels
+from kvplane.compute import inventory
+from kvplane.compute.arenas import Arenas
+from kvplane.compute.attach_socket import AttachSocket
+from kvplane.compute.attachments import Attachments
+from kvplane.compute.block_reads import BlockReads
+from kvplane.compute.block_writes import BlockWrites
+from kvplane.compute.config import ComputeConfig
+from kvplane.compute.control import ControlClient
+from kvplane.compute.events import Events
+from kvplane.compute.execute import ExecuteStreams
+from kvplane.compute.executor import Executor
+from kvplane.compute.identity import FEATURES, identity_of, max_blocks, registration_of
+from kvplane.compute.metrics import Gauges, Metrics
+from kvplane.compute.pool import reopen_pool
+from kvplane.compute.runs import Runs
+from kvplane.compute.servicers import ComputeServicer
+from kvplane.compute.state import Holding, ShardState
+from kvplane.compute.tickets import Tickets
+from kvplane.kernels.cpu.warm_up import warm_up
+from kvplane.v1 import compute_pb2, registry_pb2, types_pb2
+from kvplane.v1.compute_pb2_grpc import add_ComputeServiceServicer_to_server
+from kvplane.wire.addresses import socket_path
+from kvplane.wire.options import channel_options, server_options
+
+_log = structlog.get_logger(__name__)
+
+COMPUTE_SERVICE = compute_pb2.DESCRIPTOR.services_by_name["ComputeService"].full_name
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class ComputeServer:
+    """One compute service. `start`, then `stop`; `run` does both around a signal."""
+
+    def __init__(self, config: ComputeConfig) -> None:
+        self.config = config
+        self.addresses: list[str] = []
+        """Addresses that are bound, with the ports that were chosen."""
+        self.state = ShardState(identity_of(config))
+        self.metrics = Metrics()
+        self._health = health.aio.HealthServicer()
+        self._http: tuple[Any, Any] | None = None
+
+    async def start(self) -> None:
+        """Take up memory that is there, compile, bind, serve, dial the control plane. Raises `RuntimeError` that names
+        an address which cannot be bound, and `LimitExceededError` when the budget holds no pool."""
+        config, state, layout = self.config, self.state, self.state.identity.layout
+        if config.threads is not None:
+            kernels.set_num_threads(config.threads)
+        state.identity.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pool = reopen_pool(state.identity.folder, layout, state.identity.boot_id)
+        if pool is None:
+            max_blocks(config, layout)
+        else:
+            state.holding = Holding.of(pool, state.identity.folder)
+            _log.info("memory taken up", pool_epoch=pool.pool_epoch, num_blocks=pool.num_blocks)
+        await asyncio.to_thread(warm_up, (layout.dtype,))
+        self._executor = Executor(config.queue_capacity)
+        self._events = Events()
+        self._arenas = Arenas(config.arena_bytes)
+        self._attachments = Attachments(state, self._executor, self._events, self._arenas, Tickets(time.monotonic))
+        self._attachments.resume()
+        self._socket = AttachSocket(config.attach_socket, self._attachments)
+        self._socket.start()
+        await self._serve()
+        self._control = ControlClient(
+            self._channel,
+            lambda: registration_of(config, state.identity, self._advertised, self._held()),
+            state,
+            self._executor,
+            self._events,
+            self._followed,
+            self._attachments.confirmed,
+        )
+        self._followed_holding = state.holding
+        self._following = asyncio.create_task(self._control.run())
+        self.metrics.watch(self._gauges)
+        if config.metrics_address:
+            host, _, port = config.metrics_address.rpartition(":")
+            self._http = prometheus_client.start_http_server(int(port), host, self.metrics.registry)
+        await self._publish_health()
+        _log.info("listening", addresses=self.addresses, boot_id=state.identity.boot_id)
+
+    async def stop(self) -> None:
+        """Drain: not serving, no new plans, running calls get their time. The memory stays for the next start."""
+        _log.info("draining")
+        self.state.draining = True
+        await self._publish_health()
+        await self._server.stop(self.config.drain_seconds)
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        await self._socket.stop()
+        await self._executor.close()
+        if self._http is not None:
+            self._http[0].shutdown()
+            self._http[0].server_close()
+            self._http[1].join()
+        for address in self.addresses:
+            path = socket_path(address)
+            if path is not None:
+                path.unlink(missing_ok=True)
+        _log.info("stopped")
+
+    async def run(self) -> None:
+        """Start, serve until SIGTERM or SIGINT, drain."""
+        loop = asyncio.get_running_loop()
+        signalled = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled.set)
+        await self.start()
+        await signalled.wait()
+        await self.stop()
+
+    @property
+    def _advertised(self) -> str:
+        return self.config.advertise or self.addresses[0]
+
+    async def _serve(self) -> None:
+        config, state = self.config, self.state
+        runs = Runs(state, self._arenas)
+        # The stubs call RPCs abstract that the generated base answers with UNIMPLEMENTED.
+        servicer: type[Any] = ComputeServicer
+        self._server = grpc.aio.server(options=server_options())
+        add_ComputeServiceServicer_to_server(
+            servicer(
+                self._attachments,
+                os.fspath(config.attach_socket),
+                ExecuteStreams(state, self._executor, runs, self.metrics, self._away_seconds),
+                BlockReads(state, self._executor),
+                BlockWrites(state, self._executor),
+                self._describe,
+                self.metrics,
+                config.ttl_seconds,
+            ),
+            self._server,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if config.reflection:
+            names = (COMPUTE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        self.addresses = [self._bind(address) for address in config.listen]
+        await self._server.start()
+        for address in self.addresses:
+            path = socket_path(address)
+            if path is not None:
+                path.chmod(0o600)
+
+    def _bind(self, address: str) -> str:
+        path = socket_path(address)
+        if path is not None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_stale(address)
+            self._server.add_insecure_port(address)
+            return address
+        config = self.config
+        try:
+            if config.tls_certificate is None or config.tls_key is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                authorities = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
+                pair = (config.tls_key.read_bytes(), config.tls_certificate.read_bytes())
+                credentials = grpc.ssl_server_credentials(
+                    [pair], authorities, require_client_auth=authorities is not None
+                )
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise RuntimeError(f"listen: cannot bind {address}: {error}") from error
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _channel(self) -> grpc.aio.Channel:
+        config = self.config
+        if config.cache_tls_ca is None:
+            return grpc.aio.insecure_channel(config.cache, options=channel_options())
+        key = config.tls_key.read_bytes() if config.tls_key else None
+        certificate = config.tls_certificate.read_bytes() if config.tls_certificate else None
+        credentials = grpc.ssl_channel_credentials(config.cache_tls_ca.read_bytes(), key, certificate)
+        return grpc.aio.secure_channel(config.cache, credentials, options=channel_options())
+
+    def _held(self) -> registry_pb2.HeldPool | None:
+        return None if self.state.holding is None else inventory.held_pool(self.state.holding)
+
+    async def _followed(self, command: registry_pb2.ControlResponse, ack: registry_pb2.CommandAck) -> None:
+        kind = command.WhichOneof("command") or "unknown"
+        self.metrics.commands.labels(kind).inc()
+        if ack.status.code:
+            _log.warning("command failed", command=kind, sequence=command.sequence, message=ack.status.message)
+        if kind == "fence_session":
+            self._attachments.fenced(command.fence_session)
+        elif kind == "forget_session":
+            self._arenas.close_session(command.forget_session.session_id)
+        elif kind in ("create_pool", "destroy_pool", "advance_epoch", "pool_state"):
+            old, self._followed_holding = self._followed_holding, self.state.holding
+            if old is not None and (self.state.holding is None or self.state.holding.pool is not old.pool):
+                self._attachments.pool_released(old)
+            await self._publish_health()
+
+    def _away_seconds(self) -> float:
+        return 0.0 if self._control.connected else time.monotonic() - self._control.last_heard
+
+    def _describe(self) -> compute_pb2.GetShardResponse:
+        state, holding = self.state, self.state.holding
+        identity = state.identity
+        return compute_pb2.GetShardResponse(
+            shard=types_pb2.Shard(
+                rank=identity.spec.rank,
+                address=self._advertised,
+                boot_id=identity.boot_id,
+                connected=self._control.connected,
+                spec=identity.spec,
+            ),
+            pool_id=identity.pool_id,
+            pool_epoch=holding.pool.pool_epoch if holding else 0,
+            incarnation=state.incarnation,
+            pool_bytes=holding.pool.pool_bytes if holding else 0,
+            control_plane_connected=self._control.connected,
+            features=sorted(FEATURES),
+        )
+
+    def _gauges(self) -> Gauges:
+        holding = self.state.holding
+        sessions = list(holding.sessions) if holding else []
+        return Gauges(
+            pool_bytes=holding.pool.pool_bytes if holding else 0,
+            arena_bytes=self._arenas.used_bytes,
+            queue_depth=self._executor.depth,
+            sessions=len(sessions),
+            attached_processes=self._attachments.count,
+            open_plans=sum(len(session.plans) for session in sessions),
+            control_plane_connected=self._control.connected,
+        )
+
+    async def _publish_health(self) -> None:
+        """The process is up as soon as it listens; ComputeService once there is a pool."""
+        up = _NOT_SERVING if self.state.draining else _SERVING
+        await self._health.set("", up)
+        await self._health.set(COMPUTE_SERVICE, up if self.state.holding is not None else _NOT_SERVING)
+
+
+def _remove_stale(address: str) -> None:
+    """Remove a socket that nobody listens on. Raises `RuntimeError` when somebody does."""
+    path = socket_path(address)
+    if path is None or not path.exists():
+        return
+    with closing(socket.socket(socket.AF_UNIX)) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise RuntimeError(f"listen: another process listens on {address}")
