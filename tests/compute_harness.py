@@ -25,6 +25,7 @@ class Setup:
     folder: Path
     engines: list[RemoteEngine] = field(default_factory=list)
     next_block: int = 1
+    pool_blocks: int = 64
 
     def engine(self, session: EngineSession | None = None) -> RemoteEngine:
         """A remote engine, on a new session unless one is given."""
@@ -40,7 +41,7 @@ class Setup:
 
     def blocks(self, count: int) -> Blocks:
         """New occupants for blocks that no test has had; the pool is small, so they come round."""
-        ids = [1 + (self.next_block - 1 + index) % 63 for index in range(count)]
+        ids = [1 + (self.next_block - 1 + index) % (self.pool_blocks - 1) for index in range(count)]
         self.next_block += count
         return self.control.new_blocks(ids)
 
