@@ -40,9 +40,9 @@ def step(engine: RemoteEngine, sequences: int, start: int, end: int) -> None:
 
 def main() -> None:
     address, session_id, lease_epoch, secret, grant, sequences, steps = sys.argv[1:]
-    session = EngineSession(
-        int(session_id), int(lease_epoch), bytes.fromhex(secret), types_pb2.SESSION_MODE_REMOTE
-    )
+    # Tiny operations by the thousand, beside another engine and the service: threads would only wait for each other.
+    torch.set_num_threads(1)
+    session = EngineSession(int(session_id), int(lease_epoch), bytes.fromhex(secret), types_pb2.SESSION_MODE_REMOTE)
     engine = RemoteEngine(address, session)
     engine.apply(step_pb2.Grant.FromString(Path(grant).read_bytes()))
     step(engine, int(sequences), 0, PROMPT_TOKENS)

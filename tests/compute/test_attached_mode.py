@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 
 import grpc
 import numpy as np
@@ -16,9 +15,9 @@ import pytest
 import compute_attached
 from compute_attached import attach, block_bytes
 from compute_control import EngineSession
-from compute_engine import read_request, tensor_of
+from compute_engine import read_request
 from compute_harness import Setup
-from kvplane.v1 import attach_pb2, compute_pb2, registry_pb2, types_pb2
+from kvplane.v1 import compute_pb2, registry_pb2, types_pb2
 from kvplane.wire import stamps
 from kvplane.wire.errors import (
     InvalidArgumentError,

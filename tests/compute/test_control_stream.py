@@ -231,4 +231,3 @@ def test_a_new_epoch_on_surviving_memory(fresh: Setup) -> None:
 
     grant = fresh.control.grant(engine.session, {0: (0, [blocks[0], *fresh.blocks(1)])}, reset)
     step(again, 0, list(range(6)), 4, grant)
-

@@ -154,9 +154,7 @@ def wait_new_boot(control: ControlPlane, boot: int) -> None:
     raise AssertionError("the service did not come back")
 
 
-def test_attached_processes_survive_the_service(
-    processes: Processes, control: ControlPlane, tmp_path: Path
-) -> None:
+def test_attached_processes_survive_the_service(processes: Processes, control: ControlPlane, tmp_path: Path) -> None:
     """The next process finds them again: hold maps are reported, and their end is seen."""
     values = settings(tmp_path)
     first = spawn(values)

@@ -1,6 +1,6 @@
 """Tensor-parallel shards, pipelines, windows and layouts: the same answers, wherever the bytes lie."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def shards(folder: Path, count: int, **changes: Any) -> Iterator[tuple[ControlPl
         yield control, engines
 
 
-def run(engine: RemoteEngine, sequence: int, start: int, layer_rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
+def run(engine: RemoteEngine, sequence: int, start: int, layer_rows: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     plan = engine.plan({sequence: (len(TOKENS) - start, len(TOKENS))})
     outs = [
         engine.run(plan, layer, WRITE_AND_ATTEND, query=query, key=key, value=value)

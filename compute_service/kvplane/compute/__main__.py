@@ -5,13 +5,11 @@ import sys
 from typing import Any
 
 import grpc
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
 from kvplane.compute import log
 from kvplane.compute.config import ComputeConfig, load
-from kvplane.compute.server import ComputeServer
 from kvplane.wire.errors import KvplaneError
 from kvplane.wire.options import channel_options
 
@@ -33,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     if config.device == "cuda":
         print(_no_cuda(), file=sys.stderr)
         return 2
+    # Not at the top: a health check runs every few seconds and needs no torch.
+    from kvplane.compute.server import ComputeServer
+
     log.configure(config.log_format, config.log_level)
     try:
         asyncio.run(ComputeServer(config).run())
@@ -43,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _no_cuda() -> str:
+    import torch
+
     if torch.cuda.is_available():
         return "device: cuda is not built yet; use cpu"
     return "device: this machine has no CUDA device; use cpu or auto"

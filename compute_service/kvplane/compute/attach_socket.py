@@ -56,8 +56,9 @@ class AttachSocket:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._accepting is not None:
+            self.path.unlink(missing_ok=True)
         self._listener.close()
-        self.path.unlink(missing_ok=True)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

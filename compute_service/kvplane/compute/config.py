@@ -16,7 +16,6 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvplane.compute.dtypes import KV_DTYPES
 from kvplane.wire.addresses import cache_address, runtime_directory, socket_path
 from kvplane.wire.limits import NAME_BYTES, TTL_MS_MAX
 
@@ -103,8 +102,6 @@ class ComputeConfig(BaseSettings):
                 )
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens: {self.block_tokens} is no power of two")
-        if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype: {self.kv_dtype} is not one of {', '.join(KV_DTYPES)}")
         world = self.tensor_parallel * self.pipeline_parallel
         if self.rank >= world:
             raise ValueError(f"rank: {self.rank} is not below tensor_parallel x pipeline_parallel = {world}")

@@ -140,9 +140,11 @@ class ExecuteStreams:
                 deadline = time.monotonic() + limit / 1000 if limit else None
                 return self._executor.submit(lambda: self._guarded(lambda: self._plan(stream, plan, deadline)))
             if kind == "close":
-                return self._executor.submit(lambda: self._close(stream, request.close), bounded=False)
+                return self._executor.submit(
+                    lambda: self._guarded(lambda: self._close(stream, request.close)), bounded=False
+                )
             if kind == "apply_grants":
-                return self._executor.submit(lambda: self._apply(stream, request.apply_grants))
+                return self._executor.submit(lambda: self._guarded(lambda: self._apply(stream, request.apply_grants)))
             raise InvalidArgumentError.of("request", "is not set" if kind is None else f"{kind} comes first or never")
         except KvplaneError as error:
             refused: asyncio.Future[compute_pb2.ExecuteResponse] = asyncio.get_running_loop().create_future()

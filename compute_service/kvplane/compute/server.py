@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-import socket
 import time
-from contextlib import closing
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvplane import kernels
-from kvplane.compute import inventory
+from kvplane.compute import inventory, sockets
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.compute.attachments import Attachments
@@ -36,8 +35,7 @@ from kvplane.compute.tickets import Tickets
 from kvplane.kernels.cpu.warm_up import warm_up
 from kvplane.v1 import compute_pb2, registry_pb2, types_pb2
 from kvplane.v1.compute_pb2_grpc import add_ComputeServiceServicer_to_server
-from kvplane.wire.addresses import socket_path
-from kvplane.wire.options import channel_options, server_options
+from kvplane.wire.options import server_options
 
 _log = structlog.get_logger(__name__)
 
@@ -57,10 +55,21 @@ class ComputeServer:
         self.metrics = Metrics()
         self._health = health.aio.HealthServicer()
         self._http: tuple[Any, Any] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._started = AsyncExitStack()
+        """Ends what was started, the newest first."""
 
     async def start(self) -> None:
         """Take up memory that is there, compile, bind, serve, dial the control plane. Raises `RuntimeError` that names
-        an address which cannot be bound, and `LimitExceededError` when the budget holds no pool."""
+        an address which cannot be bound, and `LimitExceededError` when the budget holds no pool. Nothing stays open
+        then."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._started.aclose()
+            raise
+
+    async def _start(self) -> None:
         config, state, layout = self.config, self.state, self.state.identity.layout
         if config.threads is not None:
             kernels.set_num_threads(config.threads)
@@ -73,15 +82,19 @@ class ComputeServer:
             _log.info("memory taken up", pool_epoch=pool.pool_epoch, num_blocks=pool.num_blocks)
         await asyncio.to_thread(warm_up, (layout.dtype,))
         self._executor = Executor(config.queue_capacity)
+        self._started.push_async_callback(self._executor.close)
         self._events = Events()
         self._arenas = Arenas(config.arena_bytes)
         self._attachments = Attachments(state, self._executor, self._events, self._arenas, Tickets(time.monotonic))
         self._attachments.resume()
-        self._socket = AttachSocket(config.attach_socket, self._attachments)
-        self._socket.start()
+        attach_socket = AttachSocket(config.attach_socket, self._attachments)
+        self._started.push_async_callback(attach_socket.stop)
+        attach_socket.start()
+        # Before the server's: calls that run on while it drains still have their control plane.
+        self._started.push_async_callback(self._stop_following)
         await self._serve()
         self._control = ControlClient(
-            self._channel,
+            lambda: sockets.cache_channel(config),
             lambda: registration_of(config, state.identity, self._advertised, self._held()),
             state,
             self._executor,
@@ -95,6 +108,7 @@ class ComputeServer:
         if config.metrics_address:
             host, _, port = config.metrics_address.rpartition(":")
             self._http = prometheus_client.start_http_server(int(port), host, self.metrics.registry)
+            self._started.callback(_stop_http, *self._http)
         await self._publish_health()
         _log.info("listening", addresses=self.addresses, boot_id=state.identity.boot_id)
 
@@ -103,20 +117,18 @@ class ComputeServer:
         _log.info("draining")
         self.state.draining = True
         await self._publish_health()
-        await self._server.stop(self.config.drain_seconds)
-        self._following.cancel()
-        await asyncio.gather(self._following, return_exceptions=True)
-        await self._socket.stop()
-        await self._executor.close()
-        if self._http is not None:
-            self._http[0].shutdown()
-            self._http[0].server_close()
-            self._http[1].join()
-        for address in self.addresses:
-            path = socket_path(address)
-            if path is not None:
-                path.unlink(missing_ok=True)
+        await self._started.aclose()
         _log.info("stopped")
+
+    async def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    async def _stop_serving(self) -> None:
+        await self._server.stop(self.config.drain_seconds)
+        for address in self.addresses:
+            sockets.unlink(address)
 
     async def run(self) -> None:
         """Start, serve until SIGTERM or SIGINT, drain."""
@@ -127,6 +139,12 @@ class ComputeServer:
         await self.start()
         await signalled.wait()
         await self.stop()
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus endpoint."""
+        assert self._http is not None
+        return int(self._http[0].server_port)
 
     @property
     def _advertised(self) -> str:
@@ -155,43 +173,12 @@ class ComputeServer:
         if config.reflection:
             names = (COMPUTE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
-        self.addresses = [self._bind(address) for address in config.listen]
+        self._started.push_async_callback(self._stop_serving)
+        for address in config.listen:
+            self.addresses.append(sockets.bind(self._server, address, config))
         await self._server.start()
         for address in self.addresses:
-            path = socket_path(address)
-            if path is not None:
-                path.chmod(0o600)
-
-    def _bind(self, address: str) -> str:
-        path = socket_path(address)
-        if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_stale(address)
-            self._server.add_insecure_port(address)
-            return address
-        config = self.config
-        try:
-            if config.tls_certificate is None or config.tls_key is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                authorities = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
-                pair = (config.tls_key.read_bytes(), config.tls_certificate.read_bytes())
-                credentials = grpc.ssl_server_credentials(
-                    [pair], authorities, require_client_auth=authorities is not None
-                )
-                port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise RuntimeError(f"listen: cannot bind {address}: {error}") from error
-        return f"{address.rpartition(':')[0]}:{port}"
-
-    def _channel(self) -> grpc.aio.Channel:
-        config = self.config
-        if config.cache_tls_ca is None:
-            return grpc.aio.insecure_channel(config.cache, options=channel_options())
-        key = config.tls_key.read_bytes() if config.tls_key else None
-        certificate = config.tls_certificate.read_bytes() if config.tls_certificate else None
-        credentials = grpc.ssl_channel_credentials(config.cache_tls_ca.read_bytes(), key, certificate)
-        return grpc.aio.secure_channel(config.cache, credentials, options=channel_options())
+            sockets.make_private(address)
 
     def _held(self) -> registry_pb2.HeldPool | None:
         return None if self.state.holding is None else inventory.held_pool(self.state.holding)
@@ -253,15 +240,7 @@ class ComputeServer:
         await self._health.set(COMPUTE_SERVICE, up if self.state.holding is not None else _NOT_SERVING)
 
 
-def _remove_stale(address: str) -> None:
-    """Remove a socket that nobody listens on. Raises `RuntimeError` when somebody does."""
-    path = socket_path(address)
-    if path is None or not path.exists():
-        return
-    with closing(socket.socket(socket.AF_UNIX)) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            return
-    raise RuntimeError(f"listen: another process listens on {address}")
+def _stop_http(server: Any, thread: Any) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join()
