@@ -100,6 +100,7 @@ def accumulate_values(
     packed = dim // WIDE * WIDE if same else 0
     for d in range(0, packed, WIDE):
         outer_tile(
+            TAG_F32,
             tag,
             size,
             p,
@@ -126,6 +127,7 @@ def accumulate_values(
 def attend_narrow(
     tag: Any,
     size: int,
+    dot: bool,  # noqa: ARG001 - the same arguments as attend_wide
     segments: NDArray[np.int64],
     tables: NDArray[np.int32],
     block_size: int,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import models, register_model
 
 from kvplane.kernels.cpu.jit import intrinsic
@@ -30,6 +31,19 @@ _INTS = ir.VectorType(_I32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _HALFS = ir.VectorType(ir.HalfType(), LANES)
 _FUSE = ("contract",)
+_target: Any = cpu_target.target_context
+HAS_BF16_DOT = "+avx512bf16" in _target.codegen().magic_tuple()[2]
+"""Whether the compiler may use AVX512_BF16: a `multiply_add` of pairs then costs what one of float32 does."""
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 class _F32x16(types.Type):
@@ -135,6 +149,53 @@ def splat_at(builder: Any, address: Any) -> Any:
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, fused where the host can."""
     return _multiply_add(builder, a, b, c)
+
+
+def _round_to_bf16(builder: Any, value: Any) -> Any:
+    """The nearest bfloat16 of each lane, ties to even, in the lower half of an int32."""
+    bits = builder.bitcast(value, _INTS)
+
+    def constant(number: int) -> Any:
+        return ir.Constant(_INTS, [number] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    return builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+
+
+@_operation(f32x16, f32x16, f32x16)
+def pair(builder: Any, a: Any, b: Any) -> Any:
+    """Both rounded to bfloat16 and packed: a in the lower, b in the upper half of each lane."""
+    upper = builder.shl(_round_to_bf16(builder, b), ir.Constant(_INTS, [16] * LANES))
+    return builder.bitcast(builder.or_(_round_to_bf16(builder, a), upper), _FLOATS)
+
+
+@intrinsic
+def multiply_add(_typingctx: Any, kind: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """a * b + c; with a bfloat16 tag, lanes of a and b are pairs and both products are added."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        _, a, b, c = values
+        if kind == types.float32:
+            return _multiply_add(builder, a, b, c)
+        if HAS_BF16_DOT:
+            pairs = (builder.bitcast(value, _BFLOATS) for value in (a, b))
+            return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, c, *pairs)
+        sixteen, upper = (ir.Constant(_INTS, [number] * LANES) for number in (16, 0xFFFF0000))
+        a, b = (builder.bitcast(value, _INTS) for value in (a, b))
+        low_a, low_b = (builder.bitcast(builder.shl(value, sixteen), _FLOATS) for value in (a, b))
+        high_a, high_b = (builder.bitcast(builder.and_(value, upper), _FLOATS) for value in (a, b))
+        return _multiply_add(builder, high_a, high_b, _multiply_add(builder, low_a, low_b, c))
+
+    return f32x16(kind, f32x16, f32x16, f32x16), codegen
+
+
+@_operation(f32x16, types.int64, types.int64)
+def zip_shorts(builder: Any, a: Any, b: Any) -> Any:
+    """Sixteen 16-bit elements at each address, packed as by `pair`."""
+    shorts = (builder.load(_pointer(builder, address, _SHORTS), align=2) for address in (a, b))
+    lower, upper = (builder.zext(value, _INTS) for value in shorts)
+    shifted = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
+    return builder.bitcast(builder.or_(lower, shifted), _FLOATS)
 
 
 @_operation(f32x16, f32x16, f32x16)

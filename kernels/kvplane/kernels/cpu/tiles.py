@@ -11,7 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.simd import TAG_F32, fma, horizontal_sum, load, mul, prefetch, splat, splat_at, store
+from kvplane.kernels.cpu.simd import (
+    TAG_F32,
+    fma,
+    horizontal_sum,
+    load,
+    mul,
+    multiply_add,
+    prefetch,
+    splat,
+    splat_at,
+    store,
+)
 
 TILE = 64  # tokens whose scores are held at once; K and V of one head at 128 dims then fit a 32 KiB L1
 ROWS = 4  # rows of a register tile
@@ -75,6 +86,7 @@ def score_tile(
 
 @jit
 def outer_tile(
+    kind: Any,
     tag: Any,
     size: int,
     a: int,
@@ -92,7 +104,8 @@ def outer_tile(
     """C[i] = factors[i] * C[i] + Σ_k A[i, k] * B[k], for four rows of 64 lanes and k in begin..end-1.
 
     A is float32 with byte strides `a_row` and `a_step`; row k of B begins at `b[k] + offset`, in the tag's
-    storage; C is float32. With `ahead` > 0 the lines of row k + ahead are prefetched.
+    storage; C is float32. With a bfloat16 `kind`, elements of A and B are pairs along k (`simd.pair`). With
+    `ahead` > 0 the lines of row k + ahead are prefetched.
     """
     c0 = splat(factors[0])
     c1 = splat(factors[1])
@@ -128,25 +141,25 @@ def outer_tile(
         v3 = load(tag, at + 48 * size)
         scalar = a + k * a_step
         x = splat_at(scalar)
-        a00 = fma(v0, x, a00)
-        a01 = fma(v1, x, a01)
-        a02 = fma(v2, x, a02)
-        a03 = fma(v3, x, a03)
+        a00 = multiply_add(kind, v0, x, a00)
+        a01 = multiply_add(kind, v1, x, a01)
+        a02 = multiply_add(kind, v2, x, a02)
+        a03 = multiply_add(kind, v3, x, a03)
         x = splat_at(scalar + a_row)
-        a10 = fma(v0, x, a10)
-        a11 = fma(v1, x, a11)
-        a12 = fma(v2, x, a12)
-        a13 = fma(v3, x, a13)
+        a10 = multiply_add(kind, v0, x, a10)
+        a11 = multiply_add(kind, v1, x, a11)
+        a12 = multiply_add(kind, v2, x, a12)
+        a13 = multiply_add(kind, v3, x, a13)
         x = splat_at(scalar + 2 * a_row)
-        a20 = fma(v0, x, a20)
-        a21 = fma(v1, x, a21)
-        a22 = fma(v2, x, a22)
-        a23 = fma(v3, x, a23)
+        a20 = multiply_add(kind, v0, x, a20)
+        a21 = multiply_add(kind, v1, x, a21)
+        a22 = multiply_add(kind, v2, x, a22)
+        a23 = multiply_add(kind, v3, x, a23)
         x = splat_at(scalar + 3 * a_row)
-        a30 = fma(v0, x, a30)
-        a31 = fma(v1, x, a31)
-        a32 = fma(v2, x, a32)
-        a33 = fma(v3, x, a33)
+        a30 = multiply_add(kind, v0, x, a30)
+        a31 = multiply_add(kind, v1, x, a31)
+        a32 = multiply_add(kind, v2, x, a32)
+        a33 = multiply_add(kind, v3, x, a33)
     store(c, a00)
     store(c + 64, a01)
     store(c + 128, a02)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NARROW_SPLIT = 512
 # Many rows share each read of K and V, so splitting serves parallelism only and costs partial outputs.
 WIDE_SPLIT = 4096
+PREFIX_SPLIT = 2048
 UNSPLIT_ROWS = 256
 UNSPLIT = 1 << 40
 
@@ -114,7 +115,14 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
     members = np.arange(plan.num_tokens)
     wide = items[~is_narrow]
     if len(sharers):
+        # the prefix has fewer splits of its own; they are numbered to end where the sharers' others begin
+        prefix_splits = -(-shared // PREFIX_SPLIT)
+        renumbered = shared // NARROW_SPLIT - prefix_splits
         prefix_members = np.flatnonzero(np.isin(sequence, sharers))
+        tokens[prefix_members, 3] += renumbered
+        tokens[prefix_members, 4] -= renumbered
+        splits = tokens[:, 4]
+        tokens[:, 2] = np.cumsum(splits) - splits
         prefix_rows = len(prefix_members) * group
         block = np.arange(0, prefix_rows, WIDE)
         zeros = np.zeros_like(block)
@@ -124,8 +132,9 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
             zeros + sharers[0],
             zeros,
             zeros + shared,
-            zeros + NARROW_SPLIT,
+            zeros + PREFIX_SPLIT,
         )
+        prefix_items[:, 5] += renumbered
         wide = np.concatenate([wide, prefix_items])
         members = np.concatenate([members, prefix_members])
 
