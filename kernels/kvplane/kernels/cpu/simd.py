@@ -32,7 +32,8 @@ _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _HALFS = ir.VectorType(ir.HalfType(), LANES)
 _FUSE = ("contract",)
 _target: Any = cpu_target.target_context
-HAS_BF16_DOT = "+avx512bf16" in _target.codegen().magic_tuple()[2]
+_TRIPLE, _, _FEATURES = _target.codegen().magic_tuple()
+HAS_BF16_DOT = "+avx512bf16" in _FEATURES
 """Whether the compiler may use AVX512_BF16: a `multiply_add` of pairs then costs what one of float32 does."""
 
 
@@ -109,6 +110,23 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
 
 
+def _half_to_float(builder: Any, raw: Any) -> Any:
+    if "+f16c" in _FEATURES or not _TRIPLE.startswith("x86_64"):
+        return builder.fpext(builder.bitcast(raw, _HALFS), _FLOATS)
+    # LLVM would call a compiler library that is not linked: move the bits and let a product fix the exponent
+    bits = builder.zext(raw, _INTS)
+
+    def masked(mask: int, shift: int) -> Any:
+        part = builder.and_(bits, ir.Constant(_INTS, [mask] * LANES))
+        return builder.shl(part, ir.Constant(_INTS, [shift] * LANES))
+
+    magnitude = builder.fmul(builder.bitcast(masked(0x7FFF, 13), _FLOATS), _constant(2.0**112))
+    special = builder.icmp_signed("==", masked(0x7C00, 0), ir.Constant(_INTS, [0x7C00] * LANES))
+    infinite = builder.or_(masked(0x03FF, 13), ir.Constant(_INTS, [0x7F800000] * LANES))
+    unsigned = builder.select(special, infinite, builder.bitcast(magnitude, _INTS))
+    return builder.bitcast(builder.or_(unsigned, masked(0x8000, 16)), _FLOATS)
+
+
 @intrinsic
 def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
     """Sixteen consecutive elements of the tag's storage type, as float32."""
@@ -118,7 +136,7 @@ def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
             return builder.load(_pointer(builder, values[1], _FLOATS), align=4)
         raw = builder.load(_pointer(builder, values[1], _SHORTS), align=2)
         if tag == types.int16:
-            return builder.fpext(builder.bitcast(raw, _HALFS), _FLOATS)
+            return _half_to_float(builder, raw)
         # a bfloat16 is the upper half of the float32 of the same value
         return builder.bitcast(
             builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES)), _FLOATS

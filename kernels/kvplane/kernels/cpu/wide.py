@@ -4,7 +4,7 @@ The same online softmax as in narrow.py, with the lanes along query rows: a tile
 64 rows, both products run as fast as a matrix multiplication, and the softmax has no horizontal step.
 
 Where the host multiplies bfloat16 natively, and query and cache are bfloat16, the products take pairs
-(`dot`). Scores stay as exact; exp(score) is rounded to bfloat16, as flash attention in bfloat16 does everywhere.
+(`dot`). Scores stay as exact; exp(score) is rounded to bfloat16, as flash attention in bfloat16 does.
 """
 
 from typing import Any
