@@ -276,7 +276,7 @@ def measure_prefill(dtype: torch.dtype, new: int, prefix: int, rounds: int) -> d
 
 
 def measure_cascade(dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """32 sequences that share a prefix: it is read once for all, once for each, or each has a copy of its own."""
+    """32 sequences that share a prefix: read once for all, once for each, or a copy of its own for each."""
     shape, sequences, prefix, own = LLAMA, 32, 4096, 128
     blocks = (prefix + sequences * own) // BLOCK_SIZE
     layer = paged(shape, dtype, blocks * BLOCK_SIZE)
