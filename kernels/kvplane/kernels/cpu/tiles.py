@@ -14,7 +14,7 @@ from kvplane.kernels.cpu.jit import jit
 from kvplane.kernels.cpu.simd import (
     TAG_F32,
     fma,
-    horizontal_sum,
+    horizontal_sums,
     load,
     mul,
     multiply_add,
@@ -31,57 +31,70 @@ WIDE = 64  # lanes of a register tile
 
 @jit
 def score_tile(
-    tag: Any,
-    size: int,
-    query: int,
-    keys: NDArray[np.int64],
-    offset: int,
-    count: int,
-    dim: int,
-    scores: NDArray[np.float32],
+    tag: Any, size: int, query: int, keys: NDArray[np.int64], offset: int, count: int, dim: int, scores: int
 ) -> None:
-    """scores[r, t] = query[r] · key[t] for four rows; one more column is written when `count` is odd.
+    """scores[t, r] = query[r] · key[t] for four rows; `count` is rounded up to four tokens.
 
     `keys` holds TILE addresses of this tile and then those of the next, which are prefetched: no hardware
-    follows a block table.
+    follows a block table. Two tokens at a time, since more streams at once are slower to read.
     """
     row = dim * 4
     zero = splat(np.float32(0))
-    for t in range(0, count, 2):
-        for byte in range(0, dim * size, 64):
-            prefetch(keys[t + TILE] + offset + byte)
-            prefetch(keys[t + TILE + 1] + offset + byte)
-        a = keys[t] + offset
+    for t in range(0, count, 4):
+        a = keys[t + 0] + offset
         b = keys[t + 1] + offset
-        a0 = a1 = a2 = a3 = zero
-        b0 = b1 = b2 = b3 = zero
+        next_a = keys[t + TILE + 0] - keys[t + 0]
+        next_b = keys[t + TILE + 1] - keys[t + 1]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
         q = query
         for _ in range(dim // 16):
-            x = load(tag, a)
-            y = load(tag, b)
-            q0 = load(TAG_F32, q)
-            a0 = fma(x, q0, a0)
-            b0 = fma(y, q0, b0)
-            q1 = load(TAG_F32, q + row)
-            a1 = fma(x, q1, a1)
-            b1 = fma(y, q1, b1)
-            q2 = load(TAG_F32, q + 2 * row)
-            a2 = fma(x, q2, a2)
-            b2 = fma(y, q2, b2)
-            q3 = load(TAG_F32, q + 3 * row)
-            a3 = fma(x, q3, a3)
-            b3 = fma(y, q3, b3)
+            prefetch(a + next_a)
+            prefetch(b + next_b)
+            k = load(tag, a)
+            m = load(tag, b)
+            x = load(TAG_F32, q)
+            a0 = fma(k, x, a0)
+            b0 = fma(m, x, b0)
+            x = load(TAG_F32, q + row)
+            a1 = fma(k, x, a1)
+            b1 = fma(m, x, b1)
+            x = load(TAG_F32, q + 2 * row)
+            a2 = fma(k, x, a2)
+            b2 = fma(m, x, b2)
+            x = load(TAG_F32, q + 3 * row)
+            a3 = fma(k, x, a3)
+            b3 = fma(m, x, b3)
             a += size * 16
             b += size * 16
             q += 64
-        scores[0, t] = horizontal_sum(a0)
-        scores[0, t + 1] = horizontal_sum(b0)
-        scores[1, t] = horizontal_sum(a1)
-        scores[1, t + 1] = horizontal_sum(b1)
-        scores[2, t] = horizontal_sum(a2)
-        scores[2, t + 1] = horizontal_sum(b2)
-        scores[3, t] = horizontal_sum(a3)
-        scores[3, t + 1] = horizontal_sum(b3)
+        c = keys[t + 2] + offset
+        d = keys[t + 3] + offset
+        next_c = keys[t + TILE + 2] - keys[t + 2]
+        next_d = keys[t + TILE + 3] - keys[t + 3]
+        c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = zero
+        q = query
+        for _ in range(dim // 16):
+            prefetch(c + next_c)
+            prefetch(d + next_d)
+            k = load(tag, c)
+            m = load(tag, d)
+            x = load(TAG_F32, q)
+            c0 = fma(k, x, c0)
+            d0 = fma(m, x, d0)
+            x = load(TAG_F32, q + row)
+            c1 = fma(k, x, c1)
+            d1 = fma(m, x, d1)
+            x = load(TAG_F32, q + 2 * row)
+            c2 = fma(k, x, c2)
+            d2 = fma(m, x, d2)
+            x = load(TAG_F32, q + 3 * row)
+            c3 = fma(k, x, c3)
+            d3 = fma(m, x, d3)
+            c += size * 16
+            d += size * 16
+            q += 64
+        sums = horizontal_sums(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+        store(scores + t * 16, sums)
 
 
 @jit
@@ -182,6 +195,7 @@ def outer_tile(
 def outer_strip(
     tag: Any,
     a: int,
+    a_step: int,
     b: NDArray[np.int64],
     offset: int,
     begin: int,
@@ -192,5 +206,5 @@ def outer_strip(
     """C = factor * C + Σ_k A[k] * B[k] for one row of 16 lanes: what `outer_tile` leaves over."""
     total = mul(load(TAG_F32, c), splat(factor))
     for k in range(begin, end):
-        total = fma(load(tag, b[k] + offset), splat_at(a + k * 4), total)
+        total = fma(load(tag, b[k] + offset), splat_at(a + k * a_step), total)
     store(c, total)
