@@ -18,7 +18,7 @@ from kvplane.kernels.cpu.work import CpuWork, prepare
 
 if TYPE_CHECKING:
     from kvplane.kernels.paged_kv import PagedKv
-    from kvplane.kernels.plan import AttentionPlan
+    from kvplane.kernels.planning import AttentionPlan
 
 STORAGE_TAGS: dict[torch.dtype, Any] = {
     torch.float32: TAG_F32,
@@ -55,7 +55,7 @@ class CpuBackend:
         useful = _useful_threads(work.attended_tokens * slot_bytes)
         dot = HAS_BF16_DOT and query.dtype == geometry.dtype == torch.bfloat16
         with plan.lock:
-            queries = query.to(torch.float32).contiguous().numpy()
+            queries = query.detach().to(torch.float32).contiguous().numpy()
             result = lse.numpy() if lse.is_contiguous() else np.empty(lse.shape, np.float32)
             for kernel, items in ((attend_wide, work.wide), (attend_narrow, work.narrow)):
                 if len(items):

@@ -16,7 +16,7 @@ from kvplane.kernels.cpu.threads import get_num_threads
 from kvplane.kernels.cpu.tiles import WIDE
 
 if TYPE_CHECKING:
-    from kvplane.kernels.plan import AttentionPlan
+    from kvplane.kernels.planning import AttentionPlan
 
 NARROW_SPLIT = 512
 # Many rows share each read of K and V, so splitting serves parallelism only and costs partial outputs.
