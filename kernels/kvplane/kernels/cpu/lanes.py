@@ -15,6 +15,7 @@ from kvplane.kernels.cpu.simd import (
     add,
     copy_bytes,
     exp,
+    fma,
     horizontal_sum,
     keep_between,
     load,
@@ -111,14 +112,14 @@ def softmax_lanes(
             best = maximum(best, x)
         safe = or_zero(best)
         shrink = exp(sub(load(TAG_F32, top), safe))
-        sums = mul(load(TAG_F32, total), shrink)
+        sums = splat(np.float32(0))
         for t in range(count):
             at = scores + t * WIDE_BYTES + lane
             p = exp(sub(load(TAG_F32, at), safe))
             store(at, p)
             sums = add(sums, p)
         store(top, best)
-        store(total, sums)
+        store(total, fma(load(TAG_F32, total), shrink, sums))
         for d in range(dim):
             at = output + d * WIDE_BYTES + lane
             store(at, mul(load(TAG_F32, at), shrink))

@@ -17,6 +17,7 @@ from kvplane.kernels.cpu.simd import (
     add,
     exp,
     fetch_add,
+    fma,
     keep_between,
     load,
     max_of_quarters,
@@ -74,13 +75,13 @@ def softmax_rows(
     # a row that has seen no key yet must not compute -inf - -inf
     safe = or_zero(best)
     shrink = exp(sub(load(TAG_F32, state), safe))
-    sums = mul(load(TAG_F32, state + 64), shrink)
+    sums = splat(np.float32(0))
     for v in range(0, count, ROWS):
         p = exp(sub(load(TAG_F32, scores + v * 16), safe))
         store(scores + v * 16, p)
         sums = add(sums, p)
     store(state, best)
-    store(state + 64, sums)
+    store(state + 64, fma(load(TAG_F32, state + 64), shrink, sums))
     store(address_of(factors), shrink)
 
 

@@ -7,7 +7,7 @@ works along on its own call, so it never waits for a busy pool to begin. Compile
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 _lock = threading.Lock()
@@ -68,5 +68,6 @@ def run_on_all(task: Callable[[], None], useful: int) -> None:
     finally:
         # a helper that has not begun would find the counter used up
         begun = [future for future in futures if not future.cancel()]
-        for future in begun:
-            future.result()
+        wait(begun)
+    for future in begun:
+        future.result()

@@ -16,7 +16,6 @@ from kvplane.kernels.cpu.simd import (
     fma,
     horizontal_sums,
     load,
-    mul,
     multiply_add,
     prefetch,
     splat,
@@ -124,25 +123,11 @@ def outer_tile(
     c1 = splat(factors[1])
     c2 = splat(factors[2])
     c3 = splat(factors[3])
-    r1 = c + c_row
-    r2 = r1 + c_row
-    r3 = r2 + c_row
-    a00 = mul(load(TAG_F32, c), c0)
-    a01 = mul(load(TAG_F32, c + 64), c0)
-    a02 = mul(load(TAG_F32, c + 128), c0)
-    a03 = mul(load(TAG_F32, c + 192), c0)
-    a10 = mul(load(TAG_F32, r1), c1)
-    a11 = mul(load(TAG_F32, r1 + 64), c1)
-    a12 = mul(load(TAG_F32, r1 + 128), c1)
-    a13 = mul(load(TAG_F32, r1 + 192), c1)
-    a20 = mul(load(TAG_F32, r2), c2)
-    a21 = mul(load(TAG_F32, r2 + 64), c2)
-    a22 = mul(load(TAG_F32, r2 + 128), c2)
-    a23 = mul(load(TAG_F32, r2 + 192), c2)
-    a30 = mul(load(TAG_F32, r3), c3)
-    a31 = mul(load(TAG_F32, r3 + 64), c3)
-    a32 = mul(load(TAG_F32, r3 + 128), c3)
-    a33 = mul(load(TAG_F32, r3 + 192), c3)
+    # from zero, and C added at the end: a sum of sums loses less than one long sum
+    a00 = a01 = a02 = a03 = splat(np.float32(0))
+    a10 = a11 = a12 = a13 = splat(np.float32(0))
+    a20 = a21 = a22 = a23 = splat(np.float32(0))
+    a30 = a31 = a32 = a33 = splat(np.float32(0))
     for k in range(begin, end):
         at = b[k] + offset
         if ahead > 0:
@@ -173,22 +158,25 @@ def outer_tile(
         a31 = multiply_add(kind, v1, x, a31)
         a32 = multiply_add(kind, v2, x, a32)
         a33 = multiply_add(kind, v3, x, a33)
-    store(c, a00)
-    store(c + 64, a01)
-    store(c + 128, a02)
-    store(c + 192, a03)
-    store(r1, a10)
-    store(r1 + 64, a11)
-    store(r1 + 128, a12)
-    store(r1 + 192, a13)
-    store(r2, a20)
-    store(r2 + 64, a21)
-    store(r2 + 128, a22)
-    store(r2 + 192, a23)
-    store(r3, a30)
-    store(r3 + 64, a31)
-    store(r3 + 128, a32)
-    store(r3 + 192, a33)
+    r1 = c + c_row
+    r2 = r1 + c_row
+    r3 = r2 + c_row
+    store(c, fma(load(TAG_F32, c), c0, a00))
+    store(c + 64, fma(load(TAG_F32, c + 64), c0, a01))
+    store(c + 128, fma(load(TAG_F32, c + 128), c0, a02))
+    store(c + 192, fma(load(TAG_F32, c + 192), c0, a03))
+    store(r1, fma(load(TAG_F32, r1), c1, a10))
+    store(r1 + 64, fma(load(TAG_F32, r1 + 64), c1, a11))
+    store(r1 + 128, fma(load(TAG_F32, r1 + 128), c1, a12))
+    store(r1 + 192, fma(load(TAG_F32, r1 + 192), c1, a13))
+    store(r2, fma(load(TAG_F32, r2), c2, a20))
+    store(r2 + 64, fma(load(TAG_F32, r2 + 64), c2, a21))
+    store(r2 + 128, fma(load(TAG_F32, r2 + 128), c2, a22))
+    store(r2 + 192, fma(load(TAG_F32, r2 + 192), c2, a23))
+    store(r3, fma(load(TAG_F32, r3), c3, a30))
+    store(r3 + 64, fma(load(TAG_F32, r3 + 64), c3, a31))
+    store(r3 + 128, fma(load(TAG_F32, r3 + 128), c3, a32))
+    store(r3 + 192, fma(load(TAG_F32, r3 + 192), c3, a33))
 
 
 @jit
@@ -204,7 +192,7 @@ def outer_strip(
     factor: np.float32,
 ) -> None:
     """C = factor * C + Σ_k A[k] * B[k] for one row of 16 lanes: what `outer_tile` leaves over."""
-    total = mul(load(TAG_F32, c), splat(factor))
+    total = splat(np.float32(0))
     for k in range(begin, end):
         total = fma(load(tag, b[k] + offset), splat_at(a + k * a_step), total)
-    store(c, total)
+    store(c, fma(load(TAG_F32, c), splat(factor), total))

@@ -148,7 +148,7 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
         narrow=_per_heads(narrow, geometry.num_kv_heads, parts),
         # the rows that see most come last in a sequence and first in the queue
         wide=_per_heads(wide, geometry.num_kv_heads, geometry.num_kv_heads)[::-1].copy(),
-        attended_tokens=int((items[:, 4] - items[:, 3]).sum()),
+        attended_tokens=int(sum((part[:, 4] - part[:, 3]).sum() for part in (narrow, wide))),
         partial_output=np.empty((partials, heads, dim), np.float32),
         partial_lse=np.empty((partials, heads), np.float32),
         output=np.empty((plan.num_tokens, heads, dim), np.float32),
