@@ -38,7 +38,8 @@ from kvplane.kernels.cpu.addressing import address_of
 from kvplane.kernels.cpu.backend import STORAGE_TAGS
 from kvplane.kernels.cpu.blocks import KEYS, VALUES, block_address
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.simd import add, fetch_add, horizontal_sum, load, splat
+from kvplane.kernels.cpu.memory import fetch_add
+from kvplane.kernels.cpu.simd import add, horizontal_sum, load, splat
 from kvplane.kernels.cpu.threads import run_on_all
 from kvplane.kernels.cpu.warm_up import warm_up
 

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.jit import jit
+from kvplane.kernels.cpu.memory import copy_bytes, prefetch
 from kvplane.kernels.cpu.simd import (
     TAG_F32,
     add,
-    copy_bytes,
-    exp,
     fma,
     horizontal_sum,
     keep_between,
@@ -23,13 +22,12 @@ from kvplane.kernels.cpu.simd import (
     mul,
     or_zero,
     pair,
-    prefetch,
     splat,
     store,
     sub,
-    tanh,
     zip_shorts,
 )
+from kvplane.kernels.cpu.simd_math import exp, tanh
 from kvplane.kernels.cpu.tiles import TILE, WIDE
 
 WIDE_BYTES = WIDE * 4

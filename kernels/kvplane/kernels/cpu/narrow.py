@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.addressing import address_of, fill_addresses
 from kvplane.kernels.cpu.jit import jit
+from kvplane.kernels.cpu.memory import fetch_add
 from kvplane.kernels.cpu.simd import (
     TAG_F32,
     add,
-    exp,
-    fetch_add,
     fma,
     keep_between,
     load,
@@ -27,8 +26,8 @@ from kvplane.kernels.cpu.simd import (
     splat,
     store,
     sub,
-    tanh,
 )
+from kvplane.kernels.cpu.simd_math import exp, tanh
 from kvplane.kernels.cpu.tiles import ROWS, TILE, WIDE, outer_strip, outer_tile, score_tile
 
 NARROW_ROWS = 16  # most rows per KV head; more are faster in lanes (wide.py)

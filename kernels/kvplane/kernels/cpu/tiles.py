@@ -11,17 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.simd import (
-    TAG_F32,
-    fma,
-    horizontal_sums,
-    load,
-    multiply_add,
-    prefetch,
-    splat,
-    splat_at,
-    store,
-)
+from kvplane.kernels.cpu.memory import prefetch
+from kvplane.kernels.cpu.simd import TAG_F32, fma, horizontal_sums, load, multiply_add, splat, splat_at, store
 
 TILE = 64  # tokens whose scores are held at once; K and V of one head at 128 dims then fit a 32 KiB L1
 ROWS = 4  # rows of a register tile

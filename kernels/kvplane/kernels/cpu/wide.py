@@ -25,8 +25,9 @@ from kvplane.kernels.cpu.lanes import (
     softmax_lanes,
     zip_rows,
 )
+from kvplane.kernels.cpu.memory import fetch_add
 from kvplane.kernels.cpu.narrow import MINUS_INFINITY
-from kvplane.kernels.cpu.simd import TAG_BF16, TAG_F32, fetch_add
+from kvplane.kernels.cpu.simd import TAG_BF16, TAG_F32
 from kvplane.kernels.cpu.tiles import ROWS, TILE, WIDE, outer_tile
 
 
