@@ -3,7 +3,8 @@
 Imports nothing but torch, numpy and the interface: a GPU run uses the same list.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +70,21 @@ class Batch:
         )
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Run the whole batch into poisoned outputs."""
+        """Run the whole batch with a poisoned workspace into poisoned outputs."""
+        plan = self.plan()
+        poison(plan.work)
         out, lse = torch.full_like(self.query, torch.nan), torch.full(self.query.shape[:2], torch.nan)
-        return kernels.attend(self.plan(), self.query, self.layer, out=out, lse=lse)
+        return kernels.attend(plan, self.query, self.layer, out=out, lse=lse)
+
+
+def poison(work: Any) -> None:
+    """Fill every floating point buffer of a backend's part of a plan with NaN."""
+    for field in fields(work):
+        buffer = getattr(work, field.name)
+        if isinstance(buffer, np.ndarray) and buffer.dtype.kind == "f":
+            buffer.fill(np.nan)
+        elif isinstance(buffer, Tensor) and buffer.is_floating_point():
+            buffer.fill_(torch.nan)
 
 
 def pool_tensors(case: Case, num_blocks: int, fill: float = torch.nan) -> tuple[PagedKv, tuple[Tensor, ...]]:

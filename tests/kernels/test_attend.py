@@ -1,5 +1,7 @@
 """Attention against the float64 reference: a matrix of cases, then cases nobody thought of."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -46,8 +48,26 @@ def _sequences(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
         padding_tokens=st.integers(0, 3),
         spare_entries=st.integers(0, 3),
     ),
+    causal=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_fuzz(case: Case, seed: int) -> None:
-    batch = build(case, seed)
+def test_fuzz(case: Case, causal: bool, seed: int) -> None:
+    batch = build(replace(case, causal=causal or case.window is not None), seed)
+    assert_as_good_as_torch(batch, *batch.attend())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    own=st.lists(st.tuples(st.integers(1, 600), st.integers(1, 30)), min_size=1, max_size=6),
+    shared=st.sampled_from((16, 512, 528, 1024)),
+    group=st.sampled_from((1, 3, 4, 16)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    causal=st.booleans(),
+)
+def test_fuzz_shared_prefix(
+    own: list[tuple[int, int]], shared: int, group: int, dtype: torch.dtype, causal: bool
+) -> None:
+    sequences = tuple((shared + tokens, min(queries, tokens)) for tokens, queries in own)
+    case = Case("shared", sequences, dtype, group=group, shared_prefix_tokens=shared, causal=causal)
+    batch = build(case)
     assert_as_good_as_torch(batch, *batch.attend())

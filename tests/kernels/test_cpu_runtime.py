@@ -120,3 +120,19 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run_python(code).strip() == "7"
+
+
+def test_other_instruction_sets() -> None:
+    """Without AVX, native bfloat16 or native half precision the same source compiles and agrees."""
+    code = """
+import torch
+from kernel_cases import Case, build
+from kernel_oracle import assert_as_good_as_torch
+from kvplane.kernels.cpu import simd
+assert not simd.HAS_BF16_DOT
+for dtype in (torch.bfloat16, torch.float16):
+    batch = build(Case("generic", ((300, 40), (77, 1)), dtype=dtype, window=200))
+    assert_as_good_as_torch(batch, *batch.attend())
+print("right")
+"""
+    assert run_python(code, NUMBA_CPU_NAME="generic").strip() == "right"

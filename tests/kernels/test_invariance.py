@@ -10,7 +10,7 @@ import torch
 from kernel_cases import MATRIX, Case, build
 from kernel_oracle import assert_as_good_as_torch
 from kvplane import kernels
-from kvplane.kernels import Layout, PagedKv, get_num_threads, set_num_threads
+from kvplane.kernels import Layout, PagedKv, get_num_threads, reference, set_num_threads
 
 MIXED = next(case for case in MATRIX if case.name == "mixed")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -142,3 +142,16 @@ def test_strided_queries_and_outputs() -> None:
     assert torch.equal(frame[..., :dim], expected)
     assert torch.equal(lse, expected_lse)
     assert (frame[..., dim:] == 7).all()
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+def test_queries_of_another_dtype_than_the_cache(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    batch = build(replace(MIXED, dtype=cache_dtype))
+    query = batch.query.to(query_dtype)
+    out, _ = kernels.attend(batch.plan(), query, batch.layer)
+    expected, _ = reference.attend(batch.plan(), query, batch.layer)
+    assert out.dtype == query_dtype
+    torch.testing.assert_close(
+        out.double(), expected, rtol=0, atol=2e-6 if query_dtype == torch.float32 else 2e-2
+    )

@@ -25,7 +25,7 @@ from kvplane.kernels.errors import (
     UnsupportedFeatureError,
 )
 from kvplane.kernels.paged_kv import KvGeometry, Layout, PagedKv
-from kvplane.kernels.plan import AttentionPlan, plan
+from kvplane.kernels.planning import AttentionPlan, plan
 
 __all__ = [
     "AttentionPlan",

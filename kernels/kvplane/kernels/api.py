@@ -8,7 +8,7 @@ from torch import Tensor
 from kvplane.kernels.backend import backend_for
 from kvplane.kernels.errors import DtypeError, ShapeError, SlotError, StrideError
 from kvplane.kernels.paged_kv import NULL_BLOCK, SUPPORTED_DTYPES, KvGeometry, PagedKv
-from kvplane.kernels.plan import AttentionPlan, Integers, integers
+from kvplane.kernels.planning import AttentionPlan, Integers, integers
 
 
 def attend(

@@ -12,11 +12,11 @@ from kvplane.kernels.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from kvplane.kernels.paged_kv import PagedKv
-    from kvplane.kernels.plan import AttentionPlan
+    from kvplane.kernels.planning import AttentionPlan
 
 
 class Backend(Protocol):
-    """The operations of one kind of device. Arguments were validated by the caller, api.py or plan.py."""
+    """The operations of one kind of device. Arguments were validated by the caller, api.py or planning.py."""
 
     def prepare(self, plan: "AttentionPlan") -> Any:
         """The backend's own part of a plan: work list, workspace, device copies."""

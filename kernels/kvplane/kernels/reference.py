@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvplane.kernels.paged_kv import PagedKv
-from kvplane.kernels.plan import AttentionPlan
+from kvplane.kernels.planning import AttentionPlan
 
 
 def slot_of(layer: PagedKv, block: int, offset: int) -> tuple[Tensor, Tensor]:

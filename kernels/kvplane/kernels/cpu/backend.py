@@ -11,14 +11,14 @@ from torch import Tensor
 from kvplane.kernels.cpu import blocks as block_kernels
 from kvplane.kernels.cpu.merge import merge_partials
 from kvplane.kernels.cpu.narrow import attend_narrow
-from kvplane.kernels.cpu.simd import TAG_BF16, TAG_F16, TAG_F32
+from kvplane.kernels.cpu.simd import HAS_BF16_DOT, TAG_BF16, TAG_F16, TAG_F32
 from kvplane.kernels.cpu.threads import run_on_all
 from kvplane.kernels.cpu.wide import attend_wide
 from kvplane.kernels.cpu.work import CpuWork, prepare
 
 if TYPE_CHECKING:
     from kvplane.kernels.paged_kv import PagedKv
-    from kvplane.kernels.plan import AttentionPlan
+    from kvplane.kernels.planning import AttentionPlan
 
 STORAGE_TAGS: dict[torch.dtype, Any] = {
     torch.float32: TAG_F32,
@@ -53,12 +53,13 @@ class CpuBackend:
         size = geometry.dtype.itemsize
         slot_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * size
         useful = _useful_threads(work.attended_tokens * slot_bytes)
+        dot = HAS_BF16_DOT and query.dtype == geometry.dtype == torch.bfloat16
         with plan.lock:
-            queries = query.to(torch.float32).contiguous().numpy()
+            queries = query.detach().to(torch.float32).contiguous().numpy()
             result = lse.numpy() if lse.is_contiguous() else np.empty(lse.shape, np.float32)
             for kernel, items in ((attend_wide, work.wide), (attend_narrow, work.narrow)):
                 if len(items):
-                    self._run_items(kernel, plan, layer, items, queries, useful)
+                    self._run_items(kernel, plan, layer, items, queries, dot, useful)
             counter = _counter()
             run_on_all(
                 lambda: merge_partials(
@@ -77,12 +78,14 @@ class CpuBackend:
         layer: "PagedKv",
         items: NDArray[np.int64],
         queries: NDArray[np.float32],
+        dot: bool,
         useful: int,
     ) -> None:
         work: CpuWork = plan.work
         arguments = (
             STORAGE_TAGS[plan.geometry.dtype],
             plan.geometry.dtype.itemsize,
+            dot,
             layer.address_table,
             plan.block_tables,
             plan.geometry.block_size,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.addressing import address_of, segment_of
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.simd import copy_bytes, fetch_add, load_word, zero_bytes
+from kvplane.kernels.cpu.memory import copy_bytes, fetch_add, load_word, zero_bytes
 
 KEYS, VALUES = 0, 1  # role: which of a block's two halves
 GATHER, SCATTER, ZERO = 0, 1, 2

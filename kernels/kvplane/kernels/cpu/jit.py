@@ -1,7 +1,9 @@
 """The one place where numba's untyped decorators meet the type checkers, and where compiled code is kept."""
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +47,9 @@ def cache_folder() -> Path:
         folder = candidate / "kvplane" / f"kernels-{_sources_digest()}"
         if _writable(folder):
             return folder
-    return Path(tempfile.mkdtemp(prefix="kvplane-kernels-"))
+    folder = Path(tempfile.mkdtemp(prefix="kvplane-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 CACHE_FOLDER = cache_folder()

@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.addressing import address_of
 from kvplane.kernels.cpu.jit import jit
+from kvplane.kernels.cpu.memory import fetch_add
 from kvplane.kernels.cpu.narrow import MINUS_INFINITY
-from kvplane.kernels.cpu.simd import fetch_add
 
 
 @jit

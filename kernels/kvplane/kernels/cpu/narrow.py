@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.addressing import address_of, fill_addresses
 from kvplane.kernels.cpu.jit import jit
+from kvplane.kernels.cpu.memory import fetch_add
 from kvplane.kernels.cpu.simd import (
     TAG_F32,
     add,
-    exp,
-    fetch_add,
-    horizontal_max,
-    horizontal_sum,
-    keep_lanes,
+    fma,
+    keep_between,
     load,
+    max_of_quarters,
     maximum,
     mul,
+    or_zero,
     splat,
     store,
-    tanh,
+    sub,
 )
+from kvplane.kernels.cpu.simd_math import exp, tanh
 from kvplane.kernels.cpu.tiles import ROWS, TILE, WIDE, outer_strip, outer_tile, score_tile
 
 NARROW_ROWS = 16  # most rows per KV head; more are faster in lanes (wide.py)
@@ -35,48 +36,59 @@ MINUS_INFINITY = np.float32(-np.inf)
 
 @jit
 def softmax_rows(
-    scores: NDArray[np.float32],
+    scores: int,
     soft_cap: np.float32,
     low: NDArray[np.int64],
     high: NDArray[np.int64],
+    bounds: NDArray[np.float32],
     count: int,
-    top: NDArray[np.float32],
-    total: NDArray[np.float32],
+    state: int,
     factors: NDArray[np.float32],
 ) -> None:
-    """Scores of four rows become exp(score - running maximum); columns outside low..high-1 become 0.
+    """Scores [count, four rows] become exp(score - running maximum), 0 outside the row's low..high-1.
 
-    Updates the running maximum and sum of each row; `factors` is what earlier sums and outputs shrink by.
+    A vector holds four tokens of four rows. `state` has two vectors: the running maximum, the same for all
+    tokens of a row, and the running sum, apart for each. `factors` is what the rows' outputs shrink by.
+    `bounds` is scratch.
     """
-    for r in range(ROWS):
-        row = address_of(scores) + r * scores.strides[0]
-        best = splat(MINUS_INFINITY)
-        for t in range(0, count, 16):
-            x = load(TAG_F32, row + t * 4)
-            if soft_cap > 0:
-                x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
-            if low[r] > t or high[r] < t + 16:
-                x = keep_lanes(x, low[r] - t, high[r] - t)
-            store(row + t * 4, x)
-            best = maximum(best, x)
-        new = max(top[r], horizontal_max(best))
-        # a row that has seen no key yet must not compute -inf - -inf
-        safe = new if new > MINUS_INFINITY else np.float32(0)
-        factors[r] = np.exp(top[r] - safe)
-        sums = splat(np.float32(0))
-        for t in range(0, count, 16):
-            p = exp(add(load(TAG_F32, row + t * 4), splat(-safe)))
-            store(row + t * 4, p)
-            sums = add(sums, p)
-        total[r] = total[r] * factors[r] + horizontal_sum(sums)
-        top[r] = new
+    all_low, all_high = 0, count
+    for lane in range(16):
+        r = lane % ROWS
+        # token t of a vector that begins at v is t = v + lane // 4
+        bounds[0, lane] = low[r] - lane // ROWS
+        bounds[1, lane] = high[r] - lane // ROWS
+        all_low = max(all_low, low[r])
+        all_high = min(all_high, high[r])
+    first = load(TAG_F32, address_of(bounds))
+    last = load(TAG_F32, address_of(bounds) + 64)
+    best = load(TAG_F32, state)
+    for v in range(0, count, ROWS):
+        x = load(TAG_F32, scores + v * 16)
+        if soft_cap > 0:
+            x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
+        if v < all_low or v + ROWS > all_high:
+            x = keep_between(x, first, last, np.float32(v))
+        store(scores + v * 16, x)
+        best = maximum(best, x)
+    best = max_of_quarters(best)
+    # a row that has seen no key yet must not compute -inf - -inf
+    safe = or_zero(best)
+    shrink = exp(sub(load(TAG_F32, state), safe))
+    sums = splat(np.float32(0))
+    for v in range(0, count, ROWS):
+        p = exp(sub(load(TAG_F32, scores + v * 16), safe))
+        store(scores + v * 16, p)
+        sums = add(sums, p)
+    store(state, best)
+    store(state + 64, fma(load(TAG_F32, state + 64), shrink, sums))
+    store(address_of(factors), shrink)
 
 
 @jit
 def accumulate_values(
     tag: Any,
     size: int,
-    scores: NDArray[np.float32],
+    scores: int,
     values: NDArray[np.int64],
     offset: int,
     low: NDArray[np.int64],
@@ -86,12 +98,10 @@ def accumulate_values(
     output: int,
     factors: NDArray[np.float32],
 ) -> None:
-    """output[r] = factors[r] * output[r] + Σ_t scores[r, t] * value[t], over the columns row r may see.
+    """output[r] = factors[r] * output[r] + Σ_t scores[t, r] * value[t], over the tokens row r may see.
 
     A key that a row may not see is not multiplied by 0 but left out: its value may be NaN.
     """
-    p = address_of(scores)
-    row = scores.strides[0]
     same = True
     for r in range(1, ROWS):
         same = same and low[r] == low[0] and high[r] == high[0]
@@ -100,11 +110,12 @@ def accumulate_values(
     packed = dim // WIDE * WIDE if same else 0
     for d in range(0, packed, WIDE):
         outer_tile(
+            TAG_F32,
             tag,
             size,
-            p,
-            row,
+            scores,
             4,
+            4 * ROWS,
             values,
             offset + d * size,
             begin,
@@ -119,13 +130,14 @@ def accumulate_values(
         end = min(high[r], count)
         for d in range(packed, dim, 16):
             c = output + (r * dim + d) * 4
-            outer_strip(tag, p + r * row, values, offset + d * size, begin, end, c, factors[r])
+            outer_strip(tag, scores + r * 4, 4 * ROWS, values, offset + d * size, begin, end, c, factors[r])
 
 
 @jit
 def attend_narrow(
     tag: Any,
     size: int,
+    dot: bool,  # noqa: ARG001 - the same arguments as attend_wide
     segments: NDArray[np.int64],
     tables: NDArray[np.int32],
     block_size: int,
@@ -146,18 +158,19 @@ def attend_narrow(
     """
     dim = query.shape[2]
     heads = query.shape[1] // group
-    keys = np.empty(2 * TILE + 1, np.int64)
-    values = np.empty(2 * TILE + 1, np.int64)
-    scores = np.zeros((ROWS, TILE + 16), np.float32)
-    factors = np.empty(ROWS, np.float32)
+    keys = np.empty(2 * TILE, np.int64)
+    values = np.empty(2 * TILE, np.int64)
+    scores = np.zeros((TILE, ROWS), np.float32)
+    factors = np.empty(16, np.float32)
+    bounds = np.empty((2, 16), np.float32)
     row_low = np.zeros(NARROW_ROWS, np.int64)
     row_high = np.zeros(NARROW_ROWS, np.int64)
     low = np.zeros(ROWS, np.int64)
     high = np.zeros(ROWS, np.int64)
     queries = np.zeros((heads, NARROW_ROWS, dim), np.float32)
     output = np.zeros((heads, NARROW_ROWS, dim), np.float32)
-    top = np.zeros((heads, NARROW_ROWS), np.float32)
-    total = np.zeros((heads, NARROW_ROWS), np.float32)
+    # of each four rows: running maximum and running sum, as softmax_rows keeps them
+    state = np.zeros((heads, NARROW_ROWS // ROWS, 2, 16), np.float32)
     row_bytes = dim * 4
     while True:
         i = fetch_add(address_of(counter), 1)
@@ -178,8 +191,9 @@ def attend_narrow(
             row_high[r] = tokens[token, 1]
         for head in range(head_begin, head_end):
             for r in range(padded):
-                top[head, r] = MINUS_INFINITY
-                total[head, r] = 0
+                for lane in range(r % ROWS, 16, ROWS):
+                    state[head, r // ROWS, 0, lane] = MINUS_INFINITY
+                    state[head, r // ROWS, 1, lane] = 0
                 token = members[(first + min(r, rows - 1)) // group]
                 column = head * group + (first + r) % group
                 for d in range(dim):
@@ -195,13 +209,29 @@ def attend_narrow(
                         high[j] = min(row_high[r + j] - start, count)
                     at = (head * NARROW_ROWS + r) * row_bytes
                     score_tile(
-                        tag, size, address_of(queries) + at, keys, head * segments[0, 5], count, dim, scores
+                        tag,
+                        size,
+                        address_of(queries) + at,
+                        keys,
+                        head * segments[0, 5],
+                        count,
+                        dim,
+                        address_of(scores),
                     )
-                    softmax_rows(scores, soft_cap, low, high, count, top[head, r:], total[head, r:], factors)
+                    softmax_rows(
+                        address_of(scores),
+                        soft_cap,
+                        low,
+                        high,
+                        bounds,
+                        count,
+                        address_of(state[head, r // ROWS]),
+                        factors,
+                    )
                     accumulate_values(
                         tag,
                         size,
-                        scores,
+                        address_of(scores),
                         values,
                         head * segments[0, 8],
                         low,
@@ -219,8 +249,12 @@ def attend_narrow(
                     continue
                 slot = tokens[token, 2] + place
                 column = head * group + (first + r) % group
-                seen = total[head, r] > 0 or total[head, r] != total[head, r]
-                inverse = np.float32(1) / total[head, r] if seen else np.float32(0)
+                total = np.float32(0)
+                for lane in range(r % ROWS, 16, ROWS):
+                    total += state[head, r // ROWS, 1, lane]
+                seen = total > 0 or total != total
+                inverse = np.float32(1) / total if seen else np.float32(0)
                 for d in range(dim):
                     partial_output[slot, column, d] = output[head, r, d] * inverse
-                partial_lse[slot, column] = top[head, r] + np.log(total[head, r]) if seen else MINUS_INFINITY
+                top = state[head, r // ROWS, 0, r % ROWS]
+                partial_lse[slot, column] = top + np.log(total) if seen else MINUS_INFINITY

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import models, register_model
 
 from kvplane.kernels.cpu.jit import intrinsic
@@ -24,12 +25,26 @@ TAG_F32 = np.float32(0)
 TAG_BF16 = np.uint16(0)
 TAG_F16 = np.int16(0)
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS = ir.VectorType(_F32, LANES)
-_INTS = ir.VectorType(_I32, LANES)
+I32, I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS = ir.VectorType(_F32, LANES)
+INTS = ir.VectorType(I32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _HALFS = ir.VectorType(ir.HalfType(), LANES)
 _FUSE = ("contract",)
+_target: Any = cpu_target.target_context
+_TRIPLE, _, _FEATURES = _target.codegen().magic_tuple()
+HAS_BF16_DOT = "+avx512bf16" in _FEATURES
+"""Whether the compiler may use AVX512_BF16: a `multiply_add` of pairs then costs what one of float32 does."""
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 class _F32x16(types.Type):
@@ -43,10 +58,10 @@ f32x16 = _F32x16()
 @register_model(_F32x16)
 class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, _FLOATS)
+        super().__init__(manager, fe_type, FLOATS)
 
 
-def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn `emit(builder, *values)` into a function that compiled code calls with these parameter types."""
 
     def wrap(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +73,7 @@ def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], 
             return result(*parameters), codegen
 
         # numba reads the arity from the signature and cannot see through *arguments
-        names = ["typingctx", *list(inspect.signature(emit).parameters)[1:]]
+        names = ["typingctx", *(f"argument_{i}" for i in range(len(parameters)))]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
         for name, value in (
@@ -72,27 +87,44 @@ def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], 
     return wrap
 
 
-def _constant(value: float) -> Any:
-    return ir.Constant(_FLOATS, [value] * LANES)
+def constant(value: float) -> Any:
+    return ir.Constant(FLOATS, [value] * LANES)
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
-def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+def pointer_to(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
 def _spread(builder: Any, scalar: Any) -> Any:
     vector = ir.VectorType(scalar.type, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
+
+
+def _half_to_float(builder: Any, raw: Any) -> Any:
+    if "+f16c" in _FEATURES or not _TRIPLE.startswith("x86_64"):
+        return builder.fpext(builder.bitcast(raw, _HALFS), FLOATS)
+    # LLVM would call a compiler library that is not linked: move the bits and let a product fix the exponent
+    bits = builder.zext(raw, INTS)
+
+    def masked(mask: int, shift: int) -> Any:
+        part = builder.and_(bits, ir.Constant(INTS, [mask] * LANES))
+        return builder.shl(part, ir.Constant(INTS, [shift] * LANES))
+
+    magnitude = builder.fmul(builder.bitcast(masked(0x7FFF, 13), FLOATS), constant(2.0**112))
+    special = builder.icmp_signed("==", masked(0x7C00, 0), ir.Constant(INTS, [0x7C00] * LANES))
+    infinite = builder.or_(masked(0x03FF, 13), ir.Constant(INTS, [0x7F800000] * LANES))
+    unsigned = builder.select(special, infinite, builder.bitcast(magnitude, INTS))
+    return builder.bitcast(builder.or_(unsigned, masked(0x8000, 16)), FLOATS)
 
 
 @intrinsic
@@ -101,184 +133,165 @@ def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
 
     def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         if tag == types.float32:
-            return builder.load(_pointer(builder, values[1], _FLOATS), align=4)
-        raw = builder.load(_pointer(builder, values[1], _SHORTS), align=2)
+            return builder.load(pointer_to(builder, values[1], FLOATS), align=4)
+        raw = builder.load(pointer_to(builder, values[1], _SHORTS), align=2)
         if tag == types.int16:
-            return builder.fpext(builder.bitcast(raw, _HALFS), _FLOATS)
+            return _half_to_float(builder, raw)
         # a bfloat16 is the upper half of the float32 of the same value
-        return builder.bitcast(
-            builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES)), _FLOATS
-        )
+        return builder.bitcast(builder.shl(builder.zext(raw, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS)
 
     return f32x16(tag, types.int64), codegen
 
 
-@_operation(types.void, types.int64, f32x16)
+@operation(types.void, types.int64, f32x16)
 def store(builder: Any, address: Any, value: Any) -> None:
     """Store sixteen float32."""
-    builder.store(value, _pointer(builder, address, _FLOATS), align=4)
+    builder.store(value, pointer_to(builder, address, FLOATS), align=4)
 
 
-@_operation(f32x16, types.float32)
+@operation(f32x16, types.float32)
 def splat(builder: Any, scalar: Any) -> Any:
     """The same float32 in every lane."""
     return _spread(builder, scalar)
 
 
-@_operation(f32x16, types.int64)
+@operation(f32x16, types.int64)
 def splat_at(builder: Any, address: Any) -> Any:
     """The float32 at an address in every lane."""
-    return _spread(builder, builder.load(_pointer(builder, address, _F32), align=4))
+    return _spread(builder, builder.load(pointer_to(builder, address, _F32), align=4))
 
 
-@_operation(f32x16, f32x16, f32x16, f32x16)
+@operation(f32x16, f32x16, f32x16, f32x16)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, fused where the host can."""
-    return _multiply_add(builder, a, b, c)
+    return fused(builder, a, b, c)
 
 
-@_operation(f32x16, f32x16, f32x16)
+def _round_to_bf16(builder: Any, value: Any) -> Any:
+    """The nearest bfloat16 of each lane, ties to even, in the lower half of an int32."""
+    bits = builder.bitcast(value, INTS)
+
+    def every(number: int) -> Any:
+        return ir.Constant(INTS, [number] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    return builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+
+
+@operation(f32x16, f32x16, f32x16)
+def pair(builder: Any, a: Any, b: Any) -> Any:
+    """Both rounded to bfloat16 and packed: a in the lower, b in the upper half of each lane."""
+    upper = builder.shl(_round_to_bf16(builder, b), ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(builder.or_(_round_to_bf16(builder, a), upper), FLOATS)
+
+
+@intrinsic
+def multiply_add(_typingctx: Any, kind: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """a * b + c; with a bfloat16 tag, lanes of a and b are pairs and both products are added."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        _, a, b, c = values
+        if kind == types.float32:
+            return fused(builder, a, b, c)
+        if HAS_BF16_DOT:
+            pairs = (builder.bitcast(value, _BFLOATS) for value in (a, b))
+            return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, c, *pairs)
+        sixteen, upper = (ir.Constant(INTS, [number] * LANES) for number in (16, 0xFFFF0000))
+        a, b = (builder.bitcast(value, INTS) for value in (a, b))
+        low_a, low_b = (builder.bitcast(builder.shl(value, sixteen), FLOATS) for value in (a, b))
+        high_a, high_b = (builder.bitcast(builder.and_(value, upper), FLOATS) for value in (a, b))
+        return fused(builder, high_a, high_b, fused(builder, low_a, low_b, c))
+
+    return f32x16(kind, f32x16, f32x16, f32x16), codegen
+
+
+@operation(f32x16, types.int64, types.int64)
+def zip_shorts(builder: Any, a: Any, b: Any) -> Any:
+    """Sixteen 16-bit elements at each address, packed as by `pair`."""
+    shorts = (builder.load(pointer_to(builder, address, _SHORTS), align=2) for address in (a, b))
+    lower, upper = (builder.zext(value, INTS) for value in shorts)
+    shifted = builder.shl(upper, ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(builder.or_(lower, shifted), FLOATS)
+
+
+@operation(f32x16, f32x16, f32x16)
 def add(builder: Any, a: Any, b: Any) -> Any:
     """a + b."""
     return builder.fadd(a, b)
 
 
-@_operation(f32x16, f32x16, f32x16)
+@operation(f32x16, f32x16, f32x16)
 def sub(builder: Any, a: Any, b: Any) -> Any:
     """a - b."""
     return builder.fsub(a, b)
 
 
-@_operation(f32x16, f32x16, f32x16)
+@operation(f32x16, f32x16, f32x16)
 def mul(builder: Any, a: Any, b: Any) -> Any:
     """a * b."""
     return builder.fmul(a, b)
 
 
-@_operation(f32x16, f32x16, f32x16)
+@operation(f32x16, f32x16, f32x16)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     """The larger in each lane; where one is NaN, the other."""
-    return _call(builder, "llvm.maxnum.v16f32", _FLOATS, a, b)
+    return call_llvm(builder, "llvm.maxnum.v16f32", FLOATS, a, b)
 
 
-@_operation(types.float32, f32x16)
-def horizontal_max(builder: Any, a: Any) -> Any:
-    """The largest lane that is not NaN."""
-    return _call(builder, "llvm.vector.reduce.fmax.v16f32", _F32, a)
-
-
-@_operation(types.float32, f32x16)
+@operation(types.float32, f32x16)
 def horizontal_sum(builder: Any, a: Any) -> Any:
     """The sum over the lanes by halving: one fixed order on every host."""
     value, width = a, LANES
     while width > 1:
         width //= 2
-        indices = ir.VectorType(_I32, width)
+        indices = ir.VectorType(I32, width)
         low, high = (ir.Constant(indices, list(range(start, start + width))) for start in (0, width))
         none = ir.Constant(value.type, ir.Undefined)
         value = builder.fadd(
             builder.shuffle_vector(value, none, low), builder.shuffle_vector(value, none, high)
         )
-    return builder.extract_element(value, ir.Constant(_I32, 0))
+    return builder.extract_element(value, ir.Constant(I32, 0))
 
 
-def _exp(builder: Any, a: Any) -> Any:
-    x = _call(builder, "llvm.maxnum.v16f32", _FLOATS, a, _constant(-87.0))
-    n = _call(builder, "llvm.rint.v16f32", _FLOATS, builder.fmul(x, _constant(1.4426950408889634)))
-    r = _multiply_add(builder, n, _constant(-0.693359375), x)
-    r = _multiply_add(builder, n, _constant(2.12194440e-4), r)
-    p = _constant(1.9875691500e-4)
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _multiply_add(builder, p, r, _constant(coefficient))
-    p = _multiply_add(builder, builder.fmul(p, r), r, builder.fadd(r, _constant(1.0)))
-    exponent = builder.shl(builder.fptosi(n, _INTS), ir.Constant(_INTS, [23] * LANES))
-    scaled = builder.bitcast(builder.add(builder.bitcast(p, _INTS), exponent), _FLOATS)
-    positive = builder.select(builder.fcmp_ordered("<", a, _constant(-87.0)), _constant(0.0), scaled)
-    return builder.select(builder.fcmp_unordered("uno", a, a), a, positive)
+@operation(f32x16, *[f32x16] * LANES)
+def horizontal_sums(builder: Any, *vectors: Any) -> Any:
+    """The sums over the lanes of sixteen vectors, one per lane; each by halving, as `horizontal_sum`.
 
-
-@_operation(f32x16, f32x16)
-def exp(builder: Any, a: Any) -> Any:
-    """e to the a within 2 ulp, for a <= 88; 0 below -87 and for -inf; NaN for NaN.
-
-    Cody-Waite reduction to [-ln2/2, ln2/2], then the degree-6 polynomial of Cephes' expf.
+    Vectors are halved and joined two by two, so a sum costs three instructions instead of eight.
     """
-    return _exp(builder, a)
+    left, width = list(vectors), LANES
+    while len(left) > 1:
+        width //= 2
+        starts = range(0, 2 * LANES, 2 * width)
+        low, high = (
+            ir.Constant(INTS, [start + shift + lane for start in starts for lane in range(width)])
+            for shift in (0, width)
+        )
+        left = [
+            builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
+            for a, b in zip(left[::2], left[1::2], strict=True)
+        ]
+    return left[0]
 
 
-@_operation(f32x16, f32x16)
-def tanh(builder: Any, a: Any) -> Any:
-    """The hyperbolic tangent within 4 ulp; NaN for NaN. Cephes' tanhf: a polynomial near 0, exp elsewhere."""
-    z = builder.fmul(a, a)
-    p = _constant(-5.70498872745e-3)
-    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
-        p = _multiply_add(builder, p, z, _constant(coefficient))
-    near = _multiply_add(builder, builder.fmul(p, z), a, a)
-    # beyond ±20 the result is ±1 in float32, and exp must not overflow
-    low = _call(builder, "llvm.minnum.v16f32", _FLOATS, a, _constant(20.0))
-    clamped = _call(builder, "llvm.maxnum.v16f32", _FLOATS, low, _constant(-20.0))
-    e = _exp(builder, builder.fmul(clamped, _constant(2.0)))
-    far = builder.fsub(_constant(1.0), builder.fdiv(_constant(2.0), builder.fadd(e, _constant(1.0))))
-    value = builder.select(builder.fcmp_ordered("<", z, _constant(0.390625)), near, far)
-    return builder.select(builder.fcmp_unordered("uno", a, a), a, value)
+@operation(f32x16, f32x16)
+def max_of_quarters(builder: Any, a: Any) -> Any:
+    """Lane i becomes the largest of lanes i, i + 4, i + 8 and i + 12, modulo 16."""
+    for shift in (8, 4):
+        turned = ir.Constant(INTS, [(lane + shift) % LANES for lane in range(LANES)])
+        a = call_llvm(builder, "llvm.maxnum.v16f32", FLOATS, a, builder.shuffle_vector(a, a, turned))
+    return a
 
 
-@_operation(f32x16, f32x16, types.int64, types.int64)
-def keep_lanes(builder: Any, value: Any, low: Any, high: Any) -> Any:
-    """Lanes low..high-1 of `value`, -inf in the others."""
-    index = ir.Constant(_INTS, list(range(LANES)))
-    above = builder.icmp_signed(">=", index, _spread(builder, builder.trunc(low, _I32)))
-    below = builder.icmp_signed("<", index, _spread(builder, builder.trunc(high, _I32)))
-    return builder.select(builder.and_(above, below), value, _constant(float("-inf")))
-
-
-@_operation(f32x16, f32x16, f32x16, f32x16, types.float32)
+@operation(f32x16, f32x16, f32x16, f32x16, types.float32)
 def keep_between(builder: Any, value: Any, low: Any, high: Any, at: Any) -> Any:
     """The lanes of `value` whose low <= at < high, -inf in the others."""
     here = _spread(builder, at)
     seen = builder.and_(builder.fcmp_ordered("<=", low, here), builder.fcmp_ordered("<", here, high))
-    return builder.select(seen, value, _constant(float("-inf")))
+    return builder.select(seen, value, constant(float("-inf")))
 
 
-@_operation(f32x16, f32x16)
+@operation(f32x16, f32x16)
 def or_zero(builder: Any, a: Any) -> Any:
     """The lanes of `a`, 0 in those that are -inf."""
-    return builder.select(builder.fcmp_ordered("==", a, _constant(float("-inf"))), _constant(0.0), a)
-
-
-@_operation(types.int64, types.int64, types.int64)
-def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
-    """Atomically add to the int64 at an address; the value before."""
-    return builder.atomic_rmw("add", _pointer(builder, address, _I64), amount, "monotonic")
-
-
-@_operation(types.void, types.int64)
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the cache line of an address, which need not be mapped."""
-    pointer = _pointer(builder, address, ir.IntType(8))
-    flags = (ir.Constant(_I32, flag) for flag in (0, 3, 1))
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
-
-
-@_operation(types.void, types.int64, types.int64, types.int64)
-def copy_bytes(builder: Any, destination: Any, source: Any, count: Any) -> None:
-    """Copy `count` bytes between places that do not overlap."""
-    byte = ir.IntType(8)
-    places = (_pointer(builder, address, byte) for address in (destination, source))
-    volatile = ir.Constant(ir.IntType(1), 0)
-    _call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *places, count, volatile)
-
-
-@_operation(types.void, types.int64, types.int64)
-def zero_bytes(builder: Any, destination: Any, count: Any) -> None:
-    """Set `count` bytes to 0."""
-    byte = ir.IntType(8)
-    volatile = ir.Constant(ir.IntType(1), 0)
-    arguments = (_pointer(builder, destination, byte), ir.Constant(byte, 0), count, volatile)
-    _call(builder, "llvm.memset.p0.i64", ir.VoidType(), *arguments)
-
-
-@_operation(types.uint64, types.int64)
-def load_word(builder: Any, address: Any) -> Any:
-    """The 64-bit word at an address."""
-    return builder.load(_pointer(builder, address, _I64), align=8)
+    return builder.select(builder.fcmp_ordered("==", a, constant(float("-inf"))), constant(0.0), a)

@@ -7,7 +7,8 @@ works along on its own call, so it never waits for a busy pool to begin. Compile
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 _lock = threading.Lock()
 _threads = 0
@@ -56,16 +57,17 @@ def run_on_all(task: Callable[[], None], useful: int) -> None:
     if helpers < 1:
         task()
         return
-    futures = []
-    try:
+    futures: list[Future[None]] = []
+    # the pool may be replaced meanwhile and refuse: then the caller does the rest
+    with suppress(RuntimeError):
         workers = _workers()
-        futures = [workers.submit(task) for _ in range(helpers)]
-    except RuntimeError:  # the pool was replaced between the two lines: the caller does the rest
-        pass
+        for _ in range(helpers):
+            futures.append(workers.submit(task))  # noqa: PERF401 - those submitted before a refusal count
     try:
         task()
     finally:
         # a helper that has not begun would find the counter used up
         begun = [future for future in futures if not future.cancel()]
-        for future in begun:
-            future.result()
+        wait(begun)
+    for future in begun:
+        future.result()

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.simd import TAG_F32, fma, horizontal_sum, load, mul, prefetch, splat, splat_at, store
+from kvplane.kernels.cpu.memory import prefetch
+from kvplane.kernels.cpu.simd import TAG_F32, fma, horizontal_sums, load, multiply_add, splat, splat_at, store
 
 TILE = 64  # tokens whose scores are held at once; K and V of one head at 128 dims then fit a 32 KiB L1
 ROWS = 4  # rows of a register tile
@@ -20,61 +21,75 @@ WIDE = 64  # lanes of a register tile
 
 @jit
 def score_tile(
-    tag: Any,
-    size: int,
-    query: int,
-    keys: NDArray[np.int64],
-    offset: int,
-    count: int,
-    dim: int,
-    scores: NDArray[np.float32],
+    tag: Any, size: int, query: int, keys: NDArray[np.int64], offset: int, count: int, dim: int, scores: int
 ) -> None:
-    """scores[r, t] = query[r] · key[t] for four rows; one more column is written when `count` is odd.
+    """scores[t, r] = query[r] · key[t] for four rows; `count` is rounded up to four tokens.
 
     `keys` holds TILE addresses of this tile and then those of the next, which are prefetched: no hardware
-    follows a block table.
+    follows a block table. Two tokens at a time, since more streams at once are slower to read.
     """
     row = dim * 4
     zero = splat(np.float32(0))
-    for t in range(0, count, 2):
-        for byte in range(0, dim * size, 64):
-            prefetch(keys[t + TILE] + offset + byte)
-            prefetch(keys[t + TILE + 1] + offset + byte)
-        a = keys[t] + offset
+    for t in range(0, count, 4):
+        a = keys[t + 0] + offset
         b = keys[t + 1] + offset
-        a0 = a1 = a2 = a3 = zero
-        b0 = b1 = b2 = b3 = zero
+        next_a = keys[t + TILE + 0] - keys[t + 0]
+        next_b = keys[t + TILE + 1] - keys[t + 1]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
         q = query
         for _ in range(dim // 16):
-            x = load(tag, a)
-            y = load(tag, b)
-            q0 = load(TAG_F32, q)
-            a0 = fma(x, q0, a0)
-            b0 = fma(y, q0, b0)
-            q1 = load(TAG_F32, q + row)
-            a1 = fma(x, q1, a1)
-            b1 = fma(y, q1, b1)
-            q2 = load(TAG_F32, q + 2 * row)
-            a2 = fma(x, q2, a2)
-            b2 = fma(y, q2, b2)
-            q3 = load(TAG_F32, q + 3 * row)
-            a3 = fma(x, q3, a3)
-            b3 = fma(y, q3, b3)
+            prefetch(a + next_a)
+            prefetch(b + next_b)
+            k = load(tag, a)
+            m = load(tag, b)
+            x = load(TAG_F32, q)
+            a0 = fma(k, x, a0)
+            b0 = fma(m, x, b0)
+            x = load(TAG_F32, q + row)
+            a1 = fma(k, x, a1)
+            b1 = fma(m, x, b1)
+            x = load(TAG_F32, q + 2 * row)
+            a2 = fma(k, x, a2)
+            b2 = fma(m, x, b2)
+            x = load(TAG_F32, q + 3 * row)
+            a3 = fma(k, x, a3)
+            b3 = fma(m, x, b3)
             a += size * 16
             b += size * 16
             q += 64
-        scores[0, t] = horizontal_sum(a0)
-        scores[0, t + 1] = horizontal_sum(b0)
-        scores[1, t] = horizontal_sum(a1)
-        scores[1, t + 1] = horizontal_sum(b1)
-        scores[2, t] = horizontal_sum(a2)
-        scores[2, t + 1] = horizontal_sum(b2)
-        scores[3, t] = horizontal_sum(a3)
-        scores[3, t + 1] = horizontal_sum(b3)
+        c = keys[t + 2] + offset
+        d = keys[t + 3] + offset
+        next_c = keys[t + TILE + 2] - keys[t + 2]
+        next_d = keys[t + TILE + 3] - keys[t + 3]
+        c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = zero
+        q = query
+        for _ in range(dim // 16):
+            prefetch(c + next_c)
+            prefetch(d + next_d)
+            k = load(tag, c)
+            m = load(tag, d)
+            x = load(TAG_F32, q)
+            c0 = fma(k, x, c0)
+            d0 = fma(m, x, d0)
+            x = load(TAG_F32, q + row)
+            c1 = fma(k, x, c1)
+            d1 = fma(m, x, d1)
+            x = load(TAG_F32, q + 2 * row)
+            c2 = fma(k, x, c2)
+            d2 = fma(m, x, d2)
+            x = load(TAG_F32, q + 3 * row)
+            c3 = fma(k, x, c3)
+            d3 = fma(m, x, d3)
+            c += size * 16
+            d += size * 16
+            q += 64
+        sums = horizontal_sums(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+        store(scores + t * 16, sums)
 
 
 @jit
 def outer_tile(
+    kind: Any,
     tag: Any,
     size: int,
     a: int,
@@ -92,31 +107,18 @@ def outer_tile(
     """C[i] = factors[i] * C[i] + Σ_k A[i, k] * B[k], for four rows of 64 lanes and k in begin..end-1.
 
     A is float32 with byte strides `a_row` and `a_step`; row k of B begins at `b[k] + offset`, in the tag's
-    storage; C is float32. With `ahead` > 0 the lines of row k + ahead are prefetched.
+    storage; C is float32. With a bfloat16 `kind`, elements of A and B are pairs along k (`simd.pair`). With
+    `ahead` > 0 the lines of row k + ahead are prefetched.
     """
     c0 = splat(factors[0])
     c1 = splat(factors[1])
     c2 = splat(factors[2])
     c3 = splat(factors[3])
-    r1 = c + c_row
-    r2 = r1 + c_row
-    r3 = r2 + c_row
-    a00 = mul(load(TAG_F32, c), c0)
-    a01 = mul(load(TAG_F32, c + 64), c0)
-    a02 = mul(load(TAG_F32, c + 128), c0)
-    a03 = mul(load(TAG_F32, c + 192), c0)
-    a10 = mul(load(TAG_F32, r1), c1)
-    a11 = mul(load(TAG_F32, r1 + 64), c1)
-    a12 = mul(load(TAG_F32, r1 + 128), c1)
-    a13 = mul(load(TAG_F32, r1 + 192), c1)
-    a20 = mul(load(TAG_F32, r2), c2)
-    a21 = mul(load(TAG_F32, r2 + 64), c2)
-    a22 = mul(load(TAG_F32, r2 + 128), c2)
-    a23 = mul(load(TAG_F32, r2 + 192), c2)
-    a30 = mul(load(TAG_F32, r3), c3)
-    a31 = mul(load(TAG_F32, r3 + 64), c3)
-    a32 = mul(load(TAG_F32, r3 + 128), c3)
-    a33 = mul(load(TAG_F32, r3 + 192), c3)
+    # from zero, and C added at the end: a sum of sums loses less than one long sum
+    a00 = a01 = a02 = a03 = splat(np.float32(0))
+    a10 = a11 = a12 = a13 = splat(np.float32(0))
+    a20 = a21 = a22 = a23 = splat(np.float32(0))
+    a30 = a31 = a32 = a33 = splat(np.float32(0))
     for k in range(begin, end):
         at = b[k] + offset
         if ahead > 0:
@@ -128,47 +130,51 @@ def outer_tile(
         v3 = load(tag, at + 48 * size)
         scalar = a + k * a_step
         x = splat_at(scalar)
-        a00 = fma(v0, x, a00)
-        a01 = fma(v1, x, a01)
-        a02 = fma(v2, x, a02)
-        a03 = fma(v3, x, a03)
+        a00 = multiply_add(kind, v0, x, a00)
+        a01 = multiply_add(kind, v1, x, a01)
+        a02 = multiply_add(kind, v2, x, a02)
+        a03 = multiply_add(kind, v3, x, a03)
         x = splat_at(scalar + a_row)
-        a10 = fma(v0, x, a10)
-        a11 = fma(v1, x, a11)
-        a12 = fma(v2, x, a12)
-        a13 = fma(v3, x, a13)
+        a10 = multiply_add(kind, v0, x, a10)
+        a11 = multiply_add(kind, v1, x, a11)
+        a12 = multiply_add(kind, v2, x, a12)
+        a13 = multiply_add(kind, v3, x, a13)
         x = splat_at(scalar + 2 * a_row)
-        a20 = fma(v0, x, a20)
-        a21 = fma(v1, x, a21)
-        a22 = fma(v2, x, a22)
-        a23 = fma(v3, x, a23)
+        a20 = multiply_add(kind, v0, x, a20)
+        a21 = multiply_add(kind, v1, x, a21)
+        a22 = multiply_add(kind, v2, x, a22)
+        a23 = multiply_add(kind, v3, x, a23)
         x = splat_at(scalar + 3 * a_row)
-        a30 = fma(v0, x, a30)
-        a31 = fma(v1, x, a31)
-        a32 = fma(v2, x, a32)
-        a33 = fma(v3, x, a33)
-    store(c, a00)
-    store(c + 64, a01)
-    store(c + 128, a02)
-    store(c + 192, a03)
-    store(r1, a10)
-    store(r1 + 64, a11)
-    store(r1 + 128, a12)
-    store(r1 + 192, a13)
-    store(r2, a20)
-    store(r2 + 64, a21)
-    store(r2 + 128, a22)
-    store(r2 + 192, a23)
-    store(r3, a30)
-    store(r3 + 64, a31)
-    store(r3 + 128, a32)
-    store(r3 + 192, a33)
+        a30 = multiply_add(kind, v0, x, a30)
+        a31 = multiply_add(kind, v1, x, a31)
+        a32 = multiply_add(kind, v2, x, a32)
+        a33 = multiply_add(kind, v3, x, a33)
+    r1 = c + c_row
+    r2 = r1 + c_row
+    r3 = r2 + c_row
+    store(c, fma(load(TAG_F32, c), c0, a00))
+    store(c + 64, fma(load(TAG_F32, c + 64), c0, a01))
+    store(c + 128, fma(load(TAG_F32, c + 128), c0, a02))
+    store(c + 192, fma(load(TAG_F32, c + 192), c0, a03))
+    store(r1, fma(load(TAG_F32, r1), c1, a10))
+    store(r1 + 64, fma(load(TAG_F32, r1 + 64), c1, a11))
+    store(r1 + 128, fma(load(TAG_F32, r1 + 128), c1, a12))
+    store(r1 + 192, fma(load(TAG_F32, r1 + 192), c1, a13))
+    store(r2, fma(load(TAG_F32, r2), c2, a20))
+    store(r2 + 64, fma(load(TAG_F32, r2 + 64), c2, a21))
+    store(r2 + 128, fma(load(TAG_F32, r2 + 128), c2, a22))
+    store(r2 + 192, fma(load(TAG_F32, r2 + 192), c2, a23))
+    store(r3, fma(load(TAG_F32, r3), c3, a30))
+    store(r3 + 64, fma(load(TAG_F32, r3 + 64), c3, a31))
+    store(r3 + 128, fma(load(TAG_F32, r3 + 128), c3, a32))
+    store(r3 + 192, fma(load(TAG_F32, r3 + 192), c3, a33))
 
 
 @jit
 def outer_strip(
     tag: Any,
     a: int,
+    a_step: int,
     b: NDArray[np.int64],
     offset: int,
     begin: int,
@@ -177,7 +183,7 @@ def outer_strip(
     factor: np.float32,
 ) -> None:
     """C = factor * C + Σ_k A[k] * B[k] for one row of 16 lanes: what `outer_tile` leaves over."""
-    total = mul(load(TAG_F32, c), splat(factor))
+    total = splat(np.float32(0))
     for k in range(begin, end):
-        total = fma(load(tag, b[k] + offset), splat_at(a + k * 4), total)
-    store(c, total)
+        total = fma(load(tag, b[k] + offset), splat_at(a + k * a_step), total)
+    store(c, fma(load(TAG_F32, c), splat(factor), total))

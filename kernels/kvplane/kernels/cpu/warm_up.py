@@ -13,7 +13,7 @@ from kvplane.kernels import api
 from kvplane.kernels.cpu import blocks, merge, narrow, wide
 from kvplane.kernels.cpu.jit import CACHE_FOLDER
 from kvplane.kernels.paged_kv import SUPPORTED_DTYPES, PagedKv
-from kvplane.kernels.plan import plan
+from kvplane.kernels.planning import plan
 
 _log = logging.getLogger(__name__)
 _ENTRY_POINTS: tuple[Any, ...] = (

@@ -1,8 +1,10 @@
 """Attention of many query rows per KV head: prefill, chunks over a paged prefix, shared prefixes.
 
-The same online softmax as in narrow.py, with the lanes along query rows: a tile of keys is converted to
-float32 once for 64 rows, both products run at the speed of a matrix multiplication, and the softmax has no
-horizontal step.
+The same online softmax as in narrow.py, with the lanes along query rows: a tile of keys is unpacked once for
+64 rows, both products run as fast as a matrix multiplication, and the softmax has no horizontal step.
+
+Where the host multiplies bfloat16 natively, and query and cache are bfloat16, the products take pairs
+(`dot`). Scores stay as exact; exp(score) is rounded to bfloat16, as flash attention in bfloat16 does.
 """
 
 from typing import Any
@@ -12,116 +14,99 @@ from numpy.typing import NDArray
 
 from kvplane.kernels.cpu.addressing import address_of, fill_addresses
 from kvplane.kernels.cpu.jit import jit
-from kvplane.kernels.cpu.narrow import MINUS_INFINITY
-from kvplane.kernels.cpu.simd import (
-    TAG_F32,
-    add,
-    exp,
-    fetch_add,
-    horizontal_sum,
-    keep_between,
-    load,
-    maximum,
-    mul,
-    or_zero,
-    prefetch,
-    splat,
-    store,
-    sub,
-    tanh,
+from kvplane.kernels.cpu.lanes import (
+    WIDE_BYTES,
+    accumulate_seen,
+    all_finite,
+    convert_rows,
+    copy_rows,
+    pair_lanes,
+    prefetch_next,
+    softmax_lanes,
+    zip_rows,
 )
+from kvplane.kernels.cpu.memory import fetch_add
+from kvplane.kernels.cpu.narrow import MINUS_INFINITY
+from kvplane.kernels.cpu.simd import TAG_BF16, TAG_F32
 from kvplane.kernels.cpu.tiles import ROWS, TILE, WIDE, outer_tile
 
-WIDE_BYTES = WIDE * 4
-
 
 @jit
-def convert_rows(
-    tag: Any, size: int, rows: NDArray[np.int64], offset: int, count: int, dim: int, into: int
-) -> None:
-    """Rows at scattered addresses become float32 rows one after the other; the next tile's are prefetched."""
-    for t in range(count):
-        at = rows[t] + offset
-        for byte in range(0, dim * size, 64):
-            prefetch(rows[t + TILE] + offset + byte)
-        for d in range(0, dim, 16):
-            store(into + (t * dim + d) * 4, load(tag, at + d * size))
-
-
-@jit
-def softmax_lanes(
-    scores: int,
-    soft_cap: np.float32,
-    masked: bool,
-    low: int,
-    high: int,
+def score_lanes(
+    dot: bool,
+    keys: int,
     count: int,
-    top: int,
-    total: int,
-    output: int,
     dim: int,
+    queries: NDArray[np.int64],
+    scores: NDArray[np.int64],
+    ones: NDArray[np.float32],
 ) -> None:
-    """Scores[t, lane] become exp(score - running maximum of the lane); lanes see low..high-1 where `masked`.
-
-    Updates the lanes' running maximum and sum and shrinks `output` [dim, lanes] to the new maximum.
-    """
-    for lane in range(0, WIDE_BYTES, 64):
-        first = load(TAG_F32, low + lane)
-        last = load(TAG_F32, high + lane)
-        best = load(TAG_F32, top + lane)
-        for t in range(count):
-            at = scores + t * WIDE_BYTES + lane
-            x = load(TAG_F32, at)
-            if soft_cap > 0:
-                x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
-            if masked:
-                x = keep_between(x, first, last, np.float32(t))
-            if masked or soft_cap > 0:
-                store(at, x)
-            best = maximum(best, x)
-        safe = or_zero(best)
-        shrink = exp(sub(load(TAG_F32, top + lane), safe))
-        sums = mul(load(TAG_F32, total + lane), shrink)
-        for t in range(count):
-            at = scores + t * WIDE_BYTES + lane
-            p = exp(sub(load(TAG_F32, at), safe))
-            store(at, p)
-            sums = add(sums, p)
-        store(top + lane, best)
-        store(total + lane, sums)
-        for d in range(dim):
-            at = output + d * WIDE_BYTES + lane
-            store(at, mul(load(TAG_F32, at), shrink))
-
-
-@jit
-def all_finite(values: int, count: int) -> bool:
-    """Whether `count` float32 (a multiple of 16) at an address hold neither NaN nor infinity."""
-    none = splat(np.float32(0))
-    for i in range(0, count, 16):
-        none = add(none, mul(load(TAG_F32, values + i * 4), splat(np.float32(0))))
-    return horizontal_sum(none) == 0  # type: ignore[no-any-return]
+    """scores[t] += key[t] · queries, for the rows of a tile and all lanes."""
+    for t in range(0, count, ROWS):
+        if dot:
+            row = dim * 2
+            outer_tile(
+                TAG_BF16,
+                TAG_F32,
+                4,
+                keys + t * row,
+                row,
+                4,
+                queries,
+                0,
+                0,
+                dim // 2,
+                0,
+                scores[t],
+                WIDE_BYTES,
+                ones,
+            )
+        else:
+            row = dim * 4
+            outer_tile(
+                TAG_F32,
+                TAG_F32,
+                4,
+                keys + t * row,
+                row,
+                4,
+                queries,
+                0,
+                0,
+                dim,
+                0,
+                scores[t],
+                WIDE_BYTES,
+                ones,
+            )
 
 
 @jit
-def accumulate_seen(
-    scores: NDArray[np.float32],
-    values: NDArray[np.float32],
-    state: NDArray[np.float32],
+def accumulate_lanes(
+    dot: bool,
+    values: int,
     count: int,
-    output: NDArray[np.float32],
+    dim: int,
+    scores: NDArray[np.int64],
+    output: int,
+    ones: NDArray[np.float32],
 ) -> None:
-    """output[:, lane] += Σ scores[t, lane] * values[t], without the t a lane may not see: 0 * NaN is NaN."""
-    for lane in range(WIDE):
-        for t in range(int(state[0, lane]), min(int(state[1, lane]), count)):
-            for d in range(output.shape[0]):
-                output[d, lane] += scores[t, lane] * values[t, d]
+    """output[d] += Σ_t value[t, d] * scores[t], for all lanes."""
+    for d in range(0, dim, ROWS):
+        a, c = values + d * 4, output + d * WIDE_BYTES
+        if dot:
+            outer_tile(
+                TAG_BF16, TAG_F32, 4, a, 4, dim * 4, scores, 0, 0, (count + 1) // 2, 0, c, WIDE_BYTES, ones
+            )
+        else:
+            outer_tile(TAG_F32, TAG_F32, 4, a, 4, dim * 4, scores, 0, 0, count, 0, c, WIDE_BYTES, ones)
 
 
 @jit
 def attend_wide(
     tag: Any,
     size: int,
+    dot: bool,
     segments: NDArray[np.int64],
     tables: NDArray[np.int32],
     block_size: int,
@@ -136,7 +121,10 @@ def attend_wide(
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
 ) -> None:
-    """Like `attend_narrow`, for items of up to 64 rows and one KV head."""
+    """Like `attend_narrow`, for items of up to 64 rows and one KV head.
+
+    `dot` needs a bfloat16 cache and a query of values that bfloat16 can hold.
+    """
     dim = query.shape[2]
     keys = np.empty(2 * TILE, np.int64)
     values = np.empty(2 * TILE, np.int64)
@@ -153,6 +141,7 @@ def attend_wide(
     output = np.zeros((dim, WIDE), np.float32)
     # bounds of lanes relative to a tile, top, total
     state = np.zeros((4, WIDE), np.float32)
+    zeros = np.zeros(dim, np.float32)
     row_low = np.zeros(WIDE, np.int64)
     row_high = np.zeros(WIDE, np.int64)
     ones = np.ones(ROWS, np.float32)
@@ -179,13 +168,21 @@ def attend_wide(
             state[2, r] = MINUS_INFINITY
             state[3, r] = 0
             for d in range(dim):
-                query_lanes[d, r] = query[token, column, d] * scale
+                query_lanes[d, r] = query[token, column, d]
                 output[d, r] = 0
+        if dot:
+            pair_lanes(address_of(query_lanes), dim)
         for start in range(begin, end, TILE):
             count = min(TILE, end - start)
             fill_addresses(segments, blocks, block_size, start, end, keys, values)
-            convert_rows(tag, size, keys, head * segments[0, 5], count, dim, address_of(key_tile))
-            convert_rows(tag, size, values, head * segments[0, 8], count, dim, address_of(value_tile))
+            key_offset = head * segments[0, 5]
+            value_offset = head * segments[0, 8]
+            prefetch_next(keys, key_offset, count, dim * size)
+            prefetch_next(values, value_offset, count, dim * size)
+            if dot:
+                copy_rows(keys, key_offset, count, dim * size, address_of(key_tile))
+            else:
+                convert_rows(tag, size, keys, key_offset, count, dim, address_of(key_tile))
             masked = highest_low > start or lowest_high < start + count
             if masked:
                 for r in range(WIDE):
@@ -194,53 +191,22 @@ def attend_wide(
             for t in range(count):
                 for r in range(WIDE):
                     scores[t, r] = 0
-            for t in range(0, count, ROWS):
-                outer_tile(
-                    TAG_F32,
-                    4,
-                    address_of(key_tile) + t * dim * 4,
-                    dim * 4,
-                    4,
-                    query_rows,
-                    0,
-                    0,
-                    dim,
-                    0,
-                    score_rows[t],
-                    WIDE_BYTES,
-                    ones,
-                )
-            bounds = address_of(state)
+            score_lanes(dot, address_of(key_tile), count, dim, query_rows, score_rows, ones)
             softmax_lanes(
-                score_rows[0],
-                soft_cap,
-                masked,
-                bounds,
-                bounds + WIDE_BYTES,
-                count,
-                bounds + 2 * WIDE_BYTES,
-                bounds + 3 * WIDE_BYTES,
-                address_of(output),
-                dim,
+                score_rows[0], scale, soft_cap, masked, address_of(state), count, address_of(output), dim
             )
+            # a masked tile stays float32: its values have to be searched for NaN
+            in_pairs = dot and not masked
+            if in_pairs:
+                zip_rows(values, value_offset, count, dim, address_of(zeros), address_of(value_tile))
+                pair_lanes(score_rows[0], count)
+            else:
+                convert_rows(tag, size, values, value_offset, count, dim, address_of(value_tile))
             if masked and not all_finite(address_of(value_tile), count * dim):
                 accumulate_seen(scores, value_tile, state, count, output)
-                continue
-            for d in range(0, dim, ROWS):
-                outer_tile(
-                    TAG_F32,
-                    4,
-                    address_of(value_tile) + d * 4,
-                    4,
-                    dim * 4,
-                    score_rows,
-                    0,
-                    0,
-                    count,
-                    0,
-                    address_of(output) + d * WIDE_BYTES,
-                    WIDE_BYTES,
-                    ones,
+            else:
+                accumulate_lanes(
+                    in_pairs, address_of(value_tile), count, dim, score_rows, address_of(output), ones
                 )
         for r in range(rows):
             token = members[(first + r) // group]

@@ -16,11 +16,12 @@ from kvplane.kernels.cpu.threads import get_num_threads
 from kvplane.kernels.cpu.tiles import WIDE
 
 if TYPE_CHECKING:
-    from kvplane.kernels.plan import AttentionPlan
+    from kvplane.kernels.planning import AttentionPlan
 
 NARROW_SPLIT = 512
 # Many rows share each read of K and V, so splitting serves parallelism only and costs partial outputs.
 WIDE_SPLIT = 4096
+PREFIX_SPLIT = 2048
 UNSPLIT_ROWS = 256
 UNSPLIT = 1 << 40
 
@@ -114,7 +115,14 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
     members = np.arange(plan.num_tokens)
     wide = items[~is_narrow]
     if len(sharers):
+        # the prefix has fewer splits of its own; they are numbered to end where the sharers' others begin
+        prefix_splits = -(-shared // PREFIX_SPLIT)
+        renumbered = shared // NARROW_SPLIT - prefix_splits
         prefix_members = np.flatnonzero(np.isin(sequence, sharers))
+        tokens[prefix_members, 3] += renumbered
+        tokens[prefix_members, 4] -= renumbered
+        splits = tokens[:, 4]
+        tokens[:, 2] = np.cumsum(splits) - splits
         prefix_rows = len(prefix_members) * group
         block = np.arange(0, prefix_rows, WIDE)
         zeros = np.zeros_like(block)
@@ -124,8 +132,9 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
             zeros + sharers[0],
             zeros,
             zeros + shared,
-            zeros + NARROW_SPLIT,
+            zeros + PREFIX_SPLIT,
         )
+        prefix_items[:, 5] += renumbered
         wide = np.concatenate([wide, prefix_items])
         members = np.concatenate([members, prefix_members])
 
@@ -139,7 +148,7 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
         narrow=_per_heads(narrow, geometry.num_kv_heads, parts),
         # the rows that see most come last in a sequence and first in the queue
         wide=_per_heads(wide, geometry.num_kv_heads, geometry.num_kv_heads)[::-1].copy(),
-        attended_tokens=int((items[:, 4] - items[:, 3]).sum()),
+        attended_tokens=int(sum((part[:, 4] - part[:, 3]).sum() for part in (narrow, wide))),
         partial_output=np.empty((partials, heads, dim), np.float32),
         partial_lse=np.empty((partials, heads), np.float32),
         output=np.empty((plan.num_tokens, heads, dim), np.float32),

@@ -40,12 +40,12 @@ class AttentionPlan:
     window: int | None
     soft_cap: float | None
     shared_prefix_tokens: int
-    # Part of the interface, not built yet: `plan` refuses anything but None.
-    sinks: Tensor | None = (
-        None  # [num_query_heads], a logit that takes part in the softmax and carries no value
-    )
-    alibi_slopes: Tensor | None = None  # [num_query_heads]
-    tree_mask: Tensor | None = None  # which of this step's tokens a row may see
+    # Part of the interface, not built yet: `plan` refuses anything but None. Sinks are logits
+    # [num_query_heads] that take part in the softmax and carry no value; a tree mask says which of this
+    # step's tokens a row may see.
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    tree_mask: Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     work: Any = field(init=False, repr=False)  # the backend's own: work list, workspace, device copies
 
@@ -80,10 +80,10 @@ def plan(
 
     `block_tables` [sequences, blocks] int; entries past a sequence's length, and entries that left its
     window, are never looked at. `query_lengths` None means one token each (decode). `scale` None means
-    1/sqrt(head_dim).
-    `window` W: a token sees W keys, itself included. `soft_cap` c: scores become c * tanh(score / c).
-    `shared_prefix_tokens`: a multiple of the block size; the tables of all sequences agree on it, and it is
-    read once for the whole batch (cascade). `slots` [rows] overrides where new keys and values go.
+    1/sqrt(head_dim). `window` W: a token sees W keys, itself included. `soft_cap` c: scores become
+    c * tanh(score / c). `shared_prefix_tokens`: a multiple of the block size; the tables of all sequences
+    agree on it, and it is read once for the whole batch (cascade). `slots` [rows] overrides where new keys
+    and values go; all -1 makes a plan that only reads, whose tables may name a block in two places.
 
     A sequence of length 0 is padding: its rows come out as zeros with LSE -inf, and nothing is written.
     Raises ShapeError, DtypeError, TableError, SlotError or UnsupportedFeatureError.
