@@ -1,11 +1,15 @@
 """Arenas: memory that a remote session on this host shares with the service for its tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from kvplane.compute import memory
 from kvplane.compute.memory import SharedMemory
 from kvplane.wire.errors import InvalidArgumentError, LimitExceededError
 
+MAX_VIEWS = 1024
+"""Views kept per arena: engines use the same few places again and again."""
 SLICE_ALIGNMENT = 64
 """Bytes that every slice's offset is a multiple of."""
 
@@ -17,6 +21,8 @@ class Arena:
     arena_id: int
     session_id: int
     shared: SharedMemory
+    views: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    """Views that were made and checked before, by the encoded tensor that asked for them."""
 
 
 class Arenas:

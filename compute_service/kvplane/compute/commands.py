@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvplane.compute import sealing
-from kvplane.compute.pool import create_pool
+from kvplane.compute.pool import Pool, create_pool
 from kvplane.compute.state import Holding, ShardState
 from kvplane.v1 import registry_pb2
 from kvplane.wire import tables as directory_tables
@@ -82,8 +82,8 @@ class Commands:
             raise InvalidArgumentError.of("command", "is not set, or unknown to this shard")
         handlers: dict[str, Callable[[], registry_pb2.CommandAck | None]] = {
             "create_pool": lambda: self._create_pool(message.create_pool),
-            "seal": lambda: _bitmap(sealing.seal(self._pool().pool, message.seal)),
-            "void_rows": lambda: _bitmap(sealing.void(self._pool().pool, message.void_rows)),
+            "seal": lambda: self._change_rows(lambda pool: sealing.seal(pool, message.seal)),
+            "void_rows": lambda: self._change_rows(lambda pool: sealing.void(pool, message.void_rows)),
             "put_namespaces": lambda: self._put_namespaces(message.put_namespaces),
             "serve_session": lambda: self._serve(message.serve_session),
             "fence_session": lambda: self._fence(message.fence_session),
@@ -105,6 +105,11 @@ class Commands:
         if self._state.holding is None:
             raise UnavailableError("this shard has no pool")
         return self._state.holding
+
+    def _change_rows(self, change: Callable[[Pool], sealing.Mask]) -> registry_pb2.CommandAck:
+        holding = self._pool()
+        holding.occupancy.changes += 1
+        return registry_pb2.CommandAck(success_bitmap=sealing.bitmap(change(holding.pool)))
 
     def _create_pool(self, command: registry_pb2.CreatePool) -> None:
         if command.num_blocks < 2:
@@ -192,7 +197,3 @@ class Commands:
 
     def _pool_state(self, command: registry_pb2.PoolStateCommand) -> None:
         self._state.pool_state = command.state
-
-
-def _bitmap(mask: sealing.Mask) -> registry_pb2.CommandAck:
-    return registry_pb2.CommandAck(success_bitmap=sealing.bitmap(mask))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ UNANSWERED_REQUESTS = 64
 """Requests of one stream that may be without an answer; beyond that nothing is read from it."""
 
 Answer = TypeVar("Answer")
+Write = Callable[[compute_pb2.ExecuteResponse], Awaitable[None]]
 _Pending = tuple[int, "asyncio.Future[compute_pb2.ExecuteResponse]"]
 
 
@@ -49,9 +50,9 @@ class ExecuteStreams:
         self._newest: dict[int, asyncio.Future[None]] = {}
 
     async def serve(
-        self, requests: AsyncIterator[compute_pb2.ExecuteRequest], lost_after_seconds: float
-    ) -> AsyncIterator[compute_pb2.ExecuteResponse]:
-        """The answers to a stream's requests. Raises what refuses the stream as a whole."""
+        self, requests: AsyncIterator[compute_pb2.ExecuteRequest], write: Write, lost_after_seconds: float
+    ) -> None:
+        """Answer a stream's requests. Raises what refuses the stream as a whole."""
         opening = await anext(requests, None)
         if opening is None:
             return
@@ -64,14 +65,11 @@ class ExecuteStreams:
         pending: asyncio.Queue[_Pending | None] = asyncio.Queue(UNANSWERED_REQUESTS)
         reader = asyncio.create_task(self._read(requests, opening.request_id, stream, pending, lost_after_seconds))
         try:
-            yield compute_pb2.ExecuteResponse(
-                request_id=opening.request_id,
-                opened=compute_pb2.ExecuteOpened(
-                    last_grant=stream.session.last_grant, boot_id=self._state.identity.boot_id
-                ),
+            opened = compute_pb2.ExecuteOpened(
+                last_grant=stream.session.last_grant, boot_id=self._state.identity.boot_id
             )
-            async for response in self._answers(pending, superseded):
-                yield response
+            await write(compute_pb2.ExecuteResponse(request_id=opening.request_id, opened=opened))
+            await self._answer(pending, superseded, write)
             await reader
         finally:
             reader.cancel()
@@ -109,9 +107,9 @@ class ExecuteStreams:
         finally:
             await pending.put(None)
 
-    async def _answers(
-        self, pending: "asyncio.Queue[_Pending | None]", superseded: "asyncio.Future[None]"
-    ) -> AsyncIterator[compute_pb2.ExecuteResponse]:
+    async def _answer(
+        self, pending: "asyncio.Queue[_Pending | None]", superseded: "asyncio.Future[None]", write: Write
+    ) -> None:
         while (entry := await pending.get()) is not None:
             request_id, future = entry
             try:
@@ -120,7 +118,7 @@ class ExecuteStreams:
                 self._metrics.refusals.labels(error.reason).inc()
                 response = compute_pb2.ExecuteResponse(refused=to_status(error))
             response.request_id = request_id
-            yield response
+            await write(response)
             if superseded.done():
                 raise SupersededError("a newer stream of this session has taken over")
 
@@ -170,11 +168,11 @@ class ExecuteStreams:
 
     def _run(self, stream: Stream, run: compute_pb2.Run) -> compute_pb2.ExecuteResponse:
         outcome: RunOutcome = self._runs.run(stream, run)
-        metrics = self._metrics
-        metrics.runs.inc()
-        metrics.written_bytes.inc(outcome.written_bytes)
-        metrics.read_bytes.inc(outcome.read_bytes)
-        metrics.attended_tokens.inc(outcome.tokens)
+        totals = self._metrics.totals
+        totals.runs += 1
+        totals.written_bytes += outcome.written_bytes
+        totals.read_bytes += outcome.read_bytes
+        totals.attended_tokens += outcome.tokens
         done = compute_pb2.RunDone(tensors=[result.encode() for result in outcome.results])
         return compute_pb2.ExecuteResponse(run=done)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
@@ -21,11 +21,29 @@ class Gauges:
     control_plane_connected: bool
 
 
-class _GaugeCollector(Collector):
-    def __init__(self, read: Callable[[], Gauges]) -> None:
+@dataclass(slots=True)
+class Totals:
+    """Plain counts of the device thread, read at every scrape: a counter's lock would be taken in every run."""
+
+    runs: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    attended_tokens: int = 0
+
+
+class _Collector(Collector):
+    def __init__(self, totals: Totals, read: Callable[[], Gauges]) -> None:
+        self._totals = totals
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
+        for name, text in (
+            ("runs", "Layers executed"),
+            ("written_bytes", "Bytes of keys and values written"),
+            ("read_bytes", "Bytes of keys and values attended to or read"),
+            ("attended_tokens", "Query tokens attended"),
+        ):
+            yield CounterMetricFamily(f"kvplane_compute_{name}", text, value=float(getattr(self._totals, name)))
         gauges = self._read()
         for name, text in (
             ("pool_bytes", "Bytes of block tensors"),
@@ -48,13 +66,10 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"kvplane_compute_{name}", text, labels, registry=self.registry)
 
-        self.written_bytes = counter("written_bytes", "Bytes of keys and values written")
-        self.read_bytes = counter("read_bytes", "Bytes of keys and values attended to or read")
-        self.attended_tokens = counter("attended_tokens", "Query tokens attended")
-        self.runs = counter("runs", "Layers executed")
+        self.totals = Totals()
         self.refusals = counter("refusals", "Requests refused", ("reason",))
         self.commands = counter("commands", "Commands of the control plane carried out", ("command",))
 
     def watch(self, read: Callable[[], Gauges]) -> None:
-        """Read gauges at every scrape."""
-        self.registry.register(_GaugeCollector(read))
+        """Read totals and gauges at every scrape."""
+        self.registry.register(_Collector(self.totals, read))

@@ -41,6 +41,8 @@ class Occupancy:
         """Session that wrote the occupant; 0 after a restart: then sealed blocks alone are readable."""
         self._pins = np.zeros(pool.num_blocks, np.int32)
         """How often open plans name the block."""
+        self.changes = 0
+        """Counts what may change the answer of a check, stamps excepted: attached processes write those."""
 
     def check_current(self, ids: Ids, generations: U64Array) -> None:
         """Raises `StaleGenerationError` when a block has a newer occupant."""
@@ -97,6 +99,7 @@ class Occupancy:
 
     def pin(self, ids: Ids) -> None:
         """A plan that names these blocks is open."""
+        self.changes += 1
         np.add.at(self._pins, ids, 1)
 
     def unpin(self, ids: Ids) -> None:
@@ -129,6 +132,7 @@ class Occupancy:
         """Give blocks their new occupants where they have not got them: stamp first, then the row, then bytes."""
         new = self._is_new(ids, generations)
         if new.any():
+            self.changes += 1
             fresh = ids[new]
             self._stamps[fresh] = generations[new]
             directory.occupy(self._rows, fresh, generations[new], 0)
@@ -136,12 +140,14 @@ class Occupancy:
 
     def fill(self, ids: Ids, ends: Slots) -> None:
         """Raise fill levels: slots below `ends` are written in every layer."""
+        self.changes += 1
         self._rows["filled"][ids] = ends
 
     def cut(self, ids: Ids, generations: U64Array, ends: Slots, session_id: int) -> None:
         """Lower fill levels of the session's own unsealed blocks (rollback); others stay as they are."""
         filled, sealed, own = self._state(ids, generations, session_id)
         lower = own & ~sealed & (filled > ends)
+        self.changes += 1
         self._rows["filled"][ids[lower]] = ends[lower]
 
     def sealed(self, ids: Ids, generations: U64Array) -> npt.NDArray[np.bool_]:

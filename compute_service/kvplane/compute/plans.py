@@ -51,16 +51,10 @@ class Batch:
     written_generations: U64Array
     write_starts: Slots
     write_ends: Slots
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all sequences."""
-        return int(self.query_lengths.sum())
-
-    @property
-    def num_seen(self) -> int:
-        """Cached tokens of all sequences."""
-        return int(self.kv_lengths.sum())
+    num_tokens: int
+    """New tokens of all sequences."""
+    num_seen: int
+    """Cached tokens of all sequences."""
 
     def block_tables(self) -> Ids:
         """The tables as the kernels take them, shape [sequences, blocks]; 0 beyond a sequence's end."""
@@ -79,6 +73,9 @@ class OpenPlan:
     deadline: float | None
     """Seconds of `time.monotonic`."""
     written_layers: set[int] = field(default_factory=set)
+    checked: dict[tuple[bool, bool], int] = field(default_factory=dict)
+    """Count of changes at which the blocks were last checked, by whether the run wrote and whether it read what it
+    appends."""
     prepared: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def kernel_plan(self, shape: AttentionShape, geometry: KvGeometry, window: int | None) -> AttentionPlan:
@@ -148,6 +145,8 @@ def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLa
         written_generations=generations[appended],
         write_starts=read_ends[appended],
         write_ends=np.clip(lengths[row] - first_slot, 0, size)[appended],
+        num_tokens=int(queries.sum()),
+        num_seen=int(lengths.sum()),
     )
 
 

@@ -117,9 +117,10 @@ class Runs:
         tensors = self._tensors(run, holding, session, batch.num_tokens)
         shape = shape_of(options, tensors.num_query_heads)
         prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
-        self._check_blocks(run, session, holding, plan)
+        unchanged = self._check_blocks(run, session, holding, plan)
         if tensors.key is not None and tensors.value is not None:
-            holding.occupancy.occupy(batch.written_ids, batch.written_generations, session.session_id)
+            if not unchanged:
+                holding.occupancy.occupy(batch.written_ids, batch.written_generations, session.session_id)
             kernels.write(prepared, tensors.key, tensors.value, layer)
             plan.written_layers.add(run.layer)
             if len(plan.written_layers) == len(layout.layers):
@@ -173,9 +174,15 @@ class Runs:
         given.check_overlap()
         return _Tensors(heads, key, value, query, out, lse)
 
-    def _check_blocks(self, run: compute_pb2.Run, session: Session, holding: Holding, plan: OpenPlan) -> None:
+    def _check_blocks(self, run: compute_pb2.Run, session: Session, holding: Holding, plan: OpenPlan) -> bool:
+        """Whether nothing has changed since a run of the same kind, which has occupied the blocks then."""
         batch, occupancy = plan.batch, holding.occupancy
         reads_appended = run.kind == compute_pb2.RUN_KIND_ATTEND and run.layer not in plan.written_layers
+        kind = (run.kind in _WRITES, reads_appended)
+        if plan.checked.get(kind) == occupancy.changes:
+            # Nothing that this process does can have changed the answer since; others write stamps alone.
+            occupancy.check_current(batch.ids, batch.generations)
+            return True
         check_read(occupancy, batch, session.session_id, with_appended=reads_appended)
         if run.kind in _WRITES:
             occupancy.check_writable(
@@ -183,3 +190,5 @@ class Runs:
             )
             own = [each.batch.ids for each in session.plans.values()]
             occupancy.check_unpinned(batch.written_ids, batch.written_generations, own)
+        plan.checked[kind] = occupancy.changes
+        return False

@@ -50,20 +50,19 @@ class ComputeServicer(ComputeServiceServicer):
         ticket = await self._answered(context, "Attach", self._attachments.request(request, context.peer()))
         return compute_pb2.AttachResponse(socket_path=self._socket_path, ticket=ticket)
 
-    async def Execute(
+    async def Execute(  # type: ignore[override] # pyright: ignore[reportIncompatibleMethodOverride] - it writes, it does not yield
         self, request_iterator: AsyncIterator[compute_pb2.ExecuteRequest], context: Context
-    ) -> AsyncIterator[compute_pb2.ExecuteResponse]:
-        """Plans and runs of a remote session."""
-        responses = self._streams.serve(request_iterator, self._lost_after_seconds)
-        async for response in self._streamed(context, "Execute", responses):
-            yield response
+    ) -> None:
+        """Plans and runs of a remote session; answers are written with `context.write`, without generators between."""
+        serving = self._streams.serve(request_iterator, context.write, self._lost_after_seconds)
+        await self._answered(context, "Execute", serving)
 
     async def ReadBlocks(
         self, request: compute_pb2.ReadBlocksRequest, context: Context
     ) -> AsyncIterator[compute_pb2.ReadBlocksResponse]:
         """Bytes of blocks."""
         async for response in self._streamed(context, "ReadBlocks", self._reads.read(request)):
-            self._metrics.read_bytes.inc(len(response.piece.payload))
+            self._metrics.totals.read_bytes += len(response.piece.payload)
             yield response
 
     async def WriteBlocks(
@@ -72,7 +71,7 @@ class ComputeServicer(ComputeServiceServicer):
         """Bytes into blocks."""
         written = 0
         async for response in self._streamed(context, "WriteBlocks", self._writes.write(request_iterator)):
-            self._metrics.written_bytes.inc(max(0, response.written_bytes - written))
+            self._metrics.totals.written_bytes += max(0, response.written_bytes - written)
             written = response.written_bytes
             yield response
 
@@ -85,6 +84,9 @@ class ComputeServicer(ComputeServiceServicer):
             return await call
         except KvplaneError as error:
             await self._refuse(context, name, error)
+        except grpc.aio.BaseError:
+            # The peer is gone.
+            raise
         except Exception:
             _log.exception("rpc failed", rpc=name)
             await self._refuse(context, name, InternalError(f"{name} failed; see the server's log"))

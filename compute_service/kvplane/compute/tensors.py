@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import torch
 
-from kvplane.compute.arenas import SLICE_ALIGNMENT, Arenas
+from kvplane.compute.arenas import MAX_VIEWS, SLICE_ALIGNMENT, Arenas
 from kvplane.compute.dtypes import torch_dtype, wire_dtype
 from kvplane.v1 import compute_pb2, types_pb2
 from kvplane.wire.errors import InvalidArgumentError
@@ -66,10 +66,10 @@ class RunTensors:
     ) -> torch.Tensor:
         """An input of this shape, and of this dtype unless it is None."""
         message = self._message(role)
-        found = self._checked(message, shape, dtype)
         if message.WhichOneof("location") == "arena":
-            tensor = self._slice(message, shape, found)
+            tensor = self._slice(message, shape, dtype)
         else:
+            found = self._checked(message, shape, dtype)
             if len(message.inline) != prod(shape) * found.itemsize:
                 raise InvalidArgumentError.of(
                     _name(role), f"has {len(message.inline)} bytes, its shape needs {prod(shape) * found.itemsize}"
@@ -89,12 +89,9 @@ class RunTensors:
             if not wanted:
                 return None
             message = compute_pb2.Tensor(role=role, dtype=wire_dtype(default), shape=shape)
-        if role == types_pb2.TENSOR_ROLE_LSE:
-            dtype = self._checked(message, shape, torch.float32)
-        else:
-            dtype = self._checked(message, shape, None)
+        dtype = torch.float32 if role == types_pb2.TENSOR_ROLE_LSE else None
         if message.WhichOneof("location") != "arena":
-            return Result(torch.empty(shape, dtype=dtype), message, inline=True)
+            return Result(torch.empty(shape, dtype=self._checked(message, shape, dtype)), message, inline=True)
         tensor = self._slice(message, shape, dtype)
         self._written.append(tensor)
         return Result(tensor, message, inline=False)
@@ -122,21 +119,27 @@ class RunTensors:
             raise InvalidArgumentError.of(f"{name}.dtype", f"is {found}, not {dtype}")
         return found
 
-    def _slice(self, message: compute_pb2.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _slice(self, message: compute_pb2.Tensor, shape: tuple[int, ...], wanted: torch.dtype | None) -> torch.Tensor:
         arena = self._arenas.get(message.arena.arena_id, self._session_id)
+        key = message.SerializeToString()
+        known = arena.views.get(key)
+        if known is not None and known.shape == shape and wanted in (None, known.dtype):
+            return known
+        dtype = self._checked(message, shape, wanted)
         offset, count = message.arena.offset, prod(shape)
+        name = f"{_name(message.role)}.arena.offset"
         if offset % SLICE_ALIGNMENT:
-            raise InvalidArgumentError.of(
-                f"{_name(message.role)}.arena.offset", f"{offset} is no multiple of {SLICE_ALIGNMENT}"
-            )
-        if offset + count * dtype.itemsize > arena.shared.num_bytes:
-            raise InvalidArgumentError.of(
-                f"{_name(message.role)}.arena.offset",
-                f"ends at byte {offset + count * dtype.itemsize} of {arena.shared.num_bytes}",
-            )
+            raise InvalidArgumentError.of(name, f"{offset} is no multiple of {SLICE_ALIGNMENT}")
+        end = offset + count * dtype.itemsize
+        if end > arena.shared.num_bytes:
+            raise InvalidArgumentError.of(name, f"ends at byte {end} of {arena.shared.num_bytes}")
         if not count:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(arena.shared.mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        view = torch.frombuffer(arena.shared.mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        if len(arena.views) >= MAX_VIEWS:
+            arena.views.clear()
+        arena.views[key] = view
+        return view
 
 
 def _name(role: types_pb2.TensorRole.ValueType) -> str:

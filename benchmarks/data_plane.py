@@ -1,0 +1,446 @@
+"""The data plane over the wire: a compute service as a process of its own, an engine here, and a bare echo beside it.
+
+    python benchmarks/data_plane.py [--quick]
+
+JSON keys: `run_overhead_over_echo` (remote `run` of one decode layer through an arena, 9/3/64, batch 8, context 1024,
+less the same kernel in this process, over an echo of messages of the same sizes on the same stack),
+`attached_over_bare` (kernels of 5 ms and more on the mapped pool with hold map, stamps and lease check, over the same
+on plain tensors),
+`plan_us_1024` and `plan_bytes_1024` (1,024 sequences × 64 blocks, 64 new grants), `inventory_seconds_1e6` (1,000,000
+rows read from shared memory and validated) and `inventory_wire_seconds_1e6` (the same over the wire),
+`inline_over_shm_1mib` (a run with 1 MiB of queries, keys and values in the message, over the same through an arena).
+
+What is compared runs in turns, and figures are medians.
+"""
+
+import argparse
+import asyncio
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Spinning OpenMP threads of torch would take the cores from whatever is measured next.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import grpc
+import numpy as np
+import torch
+from _machine import describe_machine, finish, line
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from compute_attached import Attached, attach
+from compute_control import Blocks, ControlPlane, EngineSession
+from compute_engine import WRITE, WRITE_AND_ATTEND, RemoteEngine, in_arena, inline, settings, spawn
+from kvplane import kernels
+from kvplane.kernels import PagedKv
+from kvplane.kernels.cpu.warm_up import warm_up
+from kvplane.v1 import compute_pb2, types_pb2
+from kvplane.v1.compute_pb2_grpc import ComputeServiceStub
+from kvplane.wire import directory, stamps
+from kvplane.wire.options import channel_options, server_options
+from kvplane.wire.packed import pack_u32, pack_u64
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+BLOCK_TOKENS = 16
+BATCH, CONTEXT = 8, 1024
+DTYPE = torch.bfloat16
+ECHO = "/kvplane.benchmark.Echo/Echo"
+
+
+async def serve_echo(address: str) -> None:
+    """Answer every message of a stream with so many bytes as its first one says, until standard input ends."""
+
+    async def echo(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        answer = b""
+        async for request in requests:
+            if not answer:
+                answer = bytes(int(request))
+            await context.write(answer)
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(echo)
+    server = grpc.aio.server(options=server_options())
+    name, method = ECHO.strip("/").split("/")
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {method: handler})])
+    server.add_insecure_port(address)
+    await server.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+@contextmanager
+def service(folder: Path, **changes: Any) -> Iterator[tuple[ControlPlane, str]]:
+    """A compute service in a process of its own, and a control plane that has created its pool."""
+    folder.mkdir()
+    values = settings(folder, memory_folder=f"/dev/shm/{folder.parent.name}-{folder.name}", log_level="error")
+    del values["threads"]
+    values |= {"pool_bytes": 4 << 30, "block_tokens": BLOCK_TOKENS, **changes}
+    control = ControlPlane().start(values["cache"])
+    process = spawn(values)
+    try:
+        control.wait()
+        control.create_pool(values["max_blocks"])
+        yield control, values["listen"][0]
+    finally:
+        process.terminate()
+        process.wait()
+        control.stop()
+        subprocess.run(["rm", "-rf", str(values["memory_folder"])], check=True)
+
+
+def rows(tokens: int, heads: int, dim: int = HEAD_DIM, dtype: torch.dtype = DTYPE) -> Tensor:
+    """Random rows of tokens."""
+    return torch.randn(tokens, heads, dim).to(dtype)
+
+
+def arena_of(address: str, session: EngineSession, num_bytes: int) -> Attached:
+    """A tensor arena."""
+    purpose = compute_pb2.ATTACH_PURPOSE_ARENA
+    secret = session.secret
+    return attach(address, session.session_id, session.lease_epoch, secret, purpose=purpose, arena_bytes=num_bytes)
+
+
+def place(arena: Attached, tensors: dict[str, Tensor]) -> list[compute_pb2.Tensor]:
+    """Put tensors into an arena one after the other, the output's room last."""
+    memory, offset, made = np.frombuffer(arena.mappings[0], np.uint8), 0, []
+    for name, tensor in tensors.items():
+        memory[offset : offset + tensor.nbytes] = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+        made.append(in_arena(name, tensor.shape, tensor.dtype, arena.reply.arena_id, offset))
+        offset += -(-tensor.nbytes // 64) * 64
+    return made
+
+
+class Stream:
+    """An aio bidi stream: one message, one answer."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._next_id = 0
+
+    async def ask(self, message: Any) -> Any:
+        """Send and wait."""
+        await self._call.write(message)
+        return await self._call.read()
+
+    async def request(self, **request: Any) -> compute_pb2.ExecuteResponse:
+        """The same with a numbered request; a refusal ends the benchmark."""
+        self._next_id += 1
+        response: compute_pb2.ExecuteResponse = await self.ask(
+            compute_pb2.ExecuteRequest(request_id=self._next_id, **request)
+        )
+        assert not response.HasField("refused"), response
+        return response
+
+    async def open(self, session: EngineSession) -> "Stream":
+        """Bind it to a session."""
+        opening = compute_pb2.ExecuteOpen(
+            session_id=session.session_id, lease_epoch=session.lease_epoch, session_secret=session.secret
+        )
+        await self.request(open=opening)
+        return self
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds a call took."""
+    begin = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def plan_message(plan_id: int, sequences: Mapping[int, tuple[int, int]]) -> compute_pb2.Plan:
+    """A plan of {sequence: (new tokens, length)}."""
+    return compute_pb2.Plan(
+        plan_id=plan_id,
+        sequence_ids=pack_u64(list(sequences)),
+        query_lengths=pack_u32([new for new, _ in sequences.values()]),
+        kv_lengths=pack_u32([length for _, length in sequences.values()]),
+    )
+
+
+def prefill(engine: RemoteEngine, count: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, step: int) -> None:
+    """Write `tokens` tokens of `count` sequences into every layer, `step` sequences at a time."""
+    for first in range(0, count, step):
+        plan = engine.plan(dict.fromkeys(range(first, min(first + step, count)), (tokens, tokens)))
+        for layer in range(LAYERS):
+            key = rows(tokens * (min(first + step, count) - first), heads, dim, dtype)
+            engine.run(plan, layer, WRITE, key=key, value=key)
+        engine.close_plan(plan)
+
+
+LAYERS = 2
+"""One more than is run: a plan whose last layer is not written can be run again and again."""
+
+
+async def remote(folder: Path, echo_address: str, rounds: int) -> dict[str, float]:
+    """Overhead of a remote run, and inline against arena."""
+    per_sequence = CONTEXT // BLOCK_TOKENS
+    changes = {
+        "max_blocks": BATCH * per_sequence + 64,
+        "num_layers": LAYERS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "kv_dtype": "bfloat16",
+    }
+    with service(folder / "remote", **changes) as (control, address):
+        session = control.open_session()
+        order = np.random.default_rng(0).permutation(np.arange(1, BATCH * per_sequence + 1)).reshape(BATCH, -1)
+        tables: dict[int, tuple[int, Blocks]] = {
+            sequence: (0, control.new_blocks(ids.tolist())) for sequence, ids in enumerate(order)
+        }
+        spare = control.new_blocks(list(range(BATCH * per_sequence + 1, BATCH * per_sequence + 64)))
+        engine = RemoteEngine(address, session)
+        engine.apply(control.grant(session, tables | {BATCH: (0, spare)}))
+        prefill(engine, BATCH, CONTEXT - 1, KV_HEADS, HEAD_DIM, DTYPE, BATCH)
+        engine.close()
+        arena = arena_of(address, session, 8 << 20)
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stream = await Stream(ComputeServiceStub(channel).Execute()).open(session)
+            overhead = await run_overhead(stream, arena, order, echo_address, rounds)
+            inline_ratio = await inline_over_arena(stream, arena, max(5, rounds // 10))
+        arena.close()
+    return overhead | inline_ratio
+
+
+async def run_overhead(
+    stream: Stream, arena: Attached, order: np.ndarray, echo_address: str, rounds: int
+) -> dict[str, float]:
+    """Decode of one layer: through the service, in this process, and an echo of as many bytes."""
+    given = {"query": rows(BATCH, QUERY_HEADS), "key": rows(BATCH, KV_HEADS), "value": rows(BATCH, KV_HEADS)}
+    tensors = place(arena, given | {"out": torch.zeros_like(given["query"])})
+    await stream.request(plan=plan_message(1, dict.fromkeys(range(BATCH), (1, CONTEXT))))
+    run = compute_pb2.Run(plan_id=1, layer=0, kind=WRITE_AND_ATTEND, tensors=tensors)
+    blocks = (int(order.max()) + 1, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
+    layer = PagedKv.of(*(torch.randn(blocks).to(DTYPE) for _ in range(2)))
+    batch = kernels.plan(layer.geometry, order, [CONTEXT] * BATCH, [1] * BATCH, num_query_heads=QUERY_HEADS)
+    out = torch.empty_like(given["query"])
+
+    def kernel() -> None:
+        kernels.write(batch, given["key"], given["value"], layer)
+        kernels.attend(batch, given["query"], layer, out=out)
+
+    answer = await stream.request(run=run)
+    request_bytes = compute_pb2.ExecuteRequest(request_id=1000, run=run).ByteSize()
+    samples: dict[str, list[float]] = {"run": [], "echo": [], "kernel": []}
+    async with grpc.aio.insecure_channel(echo_address, options=channel_options()) as channel:
+        echo = Stream(channel.stream_stream(ECHO)())
+        await echo.ask(str(answer.ByteSize()).encode())
+        message = bytes(request_bytes)
+        for index in range(rounds + 20):
+            begin = time.perf_counter()
+            await stream.request(run=run)
+            ran = time.perf_counter()
+            await echo.ask(message)
+            echoed = time.perf_counter()
+            if index >= 20:
+                samples["run"].append(1e3 * (ran - begin))
+                samples["echo"].append(1e3 * (echoed - ran))
+                samples["kernel"].append(timed(kernel))
+    await stream.request(close=compute_pb2.ClosePlan(plan_id=1))
+    ran_ms, echo_ms, kernel_ms = (line(f"decode layer: {name}", samples[name]) for name in ("run", "echo", "kernel"))
+    return {
+        "run_overhead_over_echo": (ran_ms - kernel_ms) / echo_ms,
+        "run_us": 1e3 * ran_ms,
+        "echo_us": 1e3 * echo_ms,
+        "kernel_us": 1e3 * kernel_ms,
+    }
+
+
+async def inline_over_arena(stream: Stream, arena: Attached, rounds: int) -> dict[str, float]:
+    """The same run with its tensors in the message and in an arena."""
+    tokens = (1 << 20) // ((QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM * DTYPE.itemsize)
+    given = {"query": rows(tokens, QUERY_HEADS), "key": rows(tokens, KV_HEADS), "value": rows(tokens, KV_HEADS)}
+    shared = place(arena, given | {"out": torch.zeros_like(given["query"])})
+    await stream.request(plan=plan_message(2, {BATCH: (tokens, tokens)}))
+    kinds = {"arena": shared, "inline": [inline(name, tensor) for name, tensor in given.items()]}
+    samples: dict[str, list[float]] = {"arena": [], "inline": []}
+    for index in range(rounds + 2):
+        for name, tensors in kinds.items():
+            run = compute_pb2.Run(plan_id=2, layer=0, kind=WRITE_AND_ATTEND, tensors=tensors)
+            begin = time.perf_counter()
+            await stream.request(run=run)
+            if index >= 2:
+                samples[name].append(1e3 * (time.perf_counter() - begin))
+    arena_ms, inline_ms = (line(f"1 MiB of q, k and v: {name}", samples[name]) for name in ("arena", "inline"))
+    return {"inline_over_shm_1mib": inline_ms / arena_ms, "shm_1mib_ms": arena_ms, "inline_1mib_ms": inline_ms}
+
+
+def attached(folder: Path, rounds: int) -> dict[str, float]:
+    """A step of an attached engine against the kernel alone on plain tensors of the same shape."""
+    heads, kv_heads, dim, context = 32, 8, 128, 1024
+    per_sequence = context // BLOCK_TOKENS
+    num_blocks = BATCH * per_sequence + 1
+    changes = {
+        "max_blocks": num_blocks,
+        "num_layers": LAYERS,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "kv_dtype": "bfloat16",
+    }
+    with service(folder / "attached", **changes) as (control, address):
+        session = control.open_session(types_pb2.SESSION_MODE_ATTACHED)
+        memory = attach(address, session.session_id, session.lease_epoch, session.secret)
+        layers = []
+        for layer in range(LAYERS):
+            key, value = (
+                memory.blocks(layer, role) for role in (types_pb2.TENSOR_ROLE_KEY, types_pb2.TENSOR_ROLE_VALUE)
+            )
+            key.copy_(torch.randn(key.shape))
+            value.copy_(torch.randn(value.shape))
+            layers.append(PagedKv.of(key, value))
+        plain = [PagedKv.of(*(torch.randn(layer.keys[0].shape).to(DTYPE) for _ in range(2))) for layer in layers]
+        order = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).reshape(BATCH, -1)
+        query, key, value = rows(BATCH, heads, dim), rows(BATCH, kv_heads, dim), rows(BATCH, kv_heads, dim)
+        batch = kernels.plan(layers[0].geometry, order, [context] * BATCH, [1] * BATCH, num_query_heads=heads)
+        out = torch.empty_like(query)
+        bits, marks, header = memory.hold_map, memory.stamps, memory.directory.header
+        occupants = control.new_blocks(order[:, -1].tolist())
+        last = time.monotonic()
+
+        def work(on: list[PagedKv]) -> None:
+            for layer in on:
+                kernels.write(batch, key, value, layer)
+                kernels.attend(batch, query, layer, out=out)
+
+        def step() -> None:
+            for block, generation in occupants:
+                bits[block // 8] |= 1 << block % 8
+                marks[block] = generation
+            assert header["incarnation"][0] <= stamps.incarnation_of(occupants[0][1])
+            assert time.monotonic() - last < 300
+            work(layers)
+
+        samples: dict[str, list[float]] = {"attached": [], "bare": []}
+        for index in range(rounds + 3):
+            pair = {"attached": timed(step), "bare": timed(lambda: work(plain))}
+            if index >= 3:
+                for name, took in pair.items():
+                    samples[name].append(took)
+        memory.close()
+    attached_ms, bare_ms = (line(f"two layers of 32/8/128: {name}", samples[name]) for name in ("attached", "bare"))
+    ratio = statistics.median(a / b for a, b in zip(samples["attached"], samples["bare"], strict=True))
+    return {"attached_over_bare": ratio, "attached_ms": attached_ms, "bare_ms": bare_ms}
+
+
+async def plans(folder: Path, rounds: int) -> dict[str, float]:
+    """A plan of 1,024 sequences of 64 blocks, with a new block for 64 of them, each in a grant of its own."""
+    count, per_sequence, length = 1024, 64, 63 * BLOCK_TOKENS
+    changes = {
+        "max_blocks": count * per_sequence + 65,
+        "num_layers": LAYERS,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "kv_dtype": "float16",
+    }
+    with service(folder / "plans", **changes) as (control, address):
+        session = control.open_session()
+        engine = RemoteEngine(address, session)
+        for first in range(0, count, 256):
+            tables = {
+                sequence: (
+                    0,
+                    control.new_blocks(list(range(1 + sequence * per_sequence, 1 + (sequence + 1) * per_sequence))),
+                )
+                for sequence in range(first, first + 256)
+            }
+            engine.apply(control.grant(session, tables))
+        prefill(engine, count, length, 1, 16, torch.float16, 128)
+        engine.close()
+        sequences = dict.fromkeys(range(count), (1, length + 1))
+        samples, num_bytes = [], 0
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stream = await Stream(ComputeServiceStub(channel).Execute()).open(session)
+            for index in range(rounds + 3):
+                message = plan_message(index + 1, sequences)
+                for sequence in range(64):
+                    (block,) = control.new_blocks([count * per_sequence + 1 + sequence])
+                    message.grants.append(control.grant(session, {sequence: (63, [block])}))
+                num_bytes = compute_pb2.ExecuteRequest(request_id=1000, plan=message).ByteSize()
+                begin = time.perf_counter()
+                await stream.request(plan=message)
+                if index >= 3:
+                    samples.append(1e6 * (time.perf_counter() - begin))
+                await stream.request(close=compute_pb2.ClosePlan(plan_id=index + 1))
+    return {"plan_us_1024": line("plan of 1,024 sequences", samples, "us"), "plan_bytes_1024": num_bytes}
+
+
+def inventory(folder: Path, rounds: int) -> dict[str, float]:
+    """A million sealed rows: read and validated from shared memory, and over the wire."""
+    num_blocks = 1_000_001
+    changes = {
+        "max_blocks": num_blocks,
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "kv_dtype": "float16",
+        "block_tokens": 1,
+    }
+    with service(folder / "inventory", **changes) as (control, _):
+        files = Path(f"/dev/shm/{folder.name}-inventory") / "default-0"
+        with (files / "directory").open("r+b") as file, (files / "stamps").open("r+b") as stamp_file:
+            views = directory.open_directory(memoryview(mmap.mmap(file.fileno(), 0)))
+            marks = stamps.open_stamps(memoryview(mmap.mmap(stamp_file.fileno(), 0)))
+        content = np.zeros(num_blocks - 1, directory.BLOCK_ROW)
+        content["generation"] = np.arange(1, num_blocks) + (1 << 32)
+        content["filled"] = 1
+        marks[1:] = content["generation"]
+        directory.seal(views.blocks, np.arange(1, num_blocks), content)
+        local, wire = [], []
+        for index in range(rounds):
+            begin = time.perf_counter()
+            valid = directory.sealed_mask(views.blocks.copy(), marks.copy())
+            local.append(time.perf_counter() - begin)
+            assert int(valid.sum()) == num_blocks - 1
+            begin = time.perf_counter()
+            chunks = control.upload(index + 1, stamps=True)
+            total = 0
+            for chunk in chunks:
+                found = np.frombuffer(chunk.rows, directory.BLOCK_ROW)
+                total += int(directory.sealed_mask(found, np.frombuffer(chunk.stamps, "<u8")).sum())
+            wire.append(time.perf_counter() - begin)
+            assert total == num_blocks - 1
+    return {
+        "inventory_seconds_1e6": line("a million rows, shared memory", local, "s "),
+        "inventory_wire_seconds_1e6": line("a million rows, over the wire", wire, "s "),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run")
+    parser.add_argument("--echo", metavar="ADDRESS", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.echo:
+        asyncio.run(serve_echo(arguments.echo))
+        return
+    describe_machine()
+    warm_up((DTYPE,))
+    rounds = 100 if arguments.quick else 2000
+    with tempfile.TemporaryDirectory(prefix="kvplane-bench-") as name:
+        folder = Path(name)
+        echo_address = f"unix:{folder / 'echo.sock'}"
+        echo = subprocess.Popen(
+            [sys.executable, __file__, "--echo", echo_address], stdin=subprocess.PIPE, env=dict(os.environ)
+        )
+        try:
+            result = asyncio.run(remote(folder, echo_address, rounds))
+        finally:
+            echo.communicate()
+        result |= attached(folder, max(20, rounds // 10))
+        result |= asyncio.run(plans(folder, max(10, rounds // 20)))
+        result |= inventory(folder, 2 if arguments.quick else 7)
+    finish({name: round(value, 4) for name, value in result.items()})
+
+
+if __name__ == "__main__":
+    main()
