@@ -13,7 +13,10 @@ SLIDING_WINDOW = "sliding_window"
 CONTENT_SPANS = "content_spans"
 """Extra keys for content besides tokens."""
 
-BUILT = frozenset({STEPS, SLIDING_WINDOW, CONTENT_SPANS})
+ADAPTER_SPANS = "adapter_spans"
+"""Extra keys for tokens computed under another adapter."""
+
+BUILT = frozenset({STEPS, SLIDING_WINDOW, CONTENT_SPANS, ADAPTER_SPANS})
 """What this release has built."""
 
 

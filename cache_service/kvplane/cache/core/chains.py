@@ -110,6 +110,11 @@ class Namespaces:
             raise NotFoundError(f"{field}: namespace {namespace_id} is not registered")
         return self._roots[namespace_id]
 
+    def identity(self, namespace_id: int) -> bytes:
+        """Canonical encoding of a namespace."""
+        self.root(namespace_id)
+        return self._namespaces[namespace_id].encode()
+
     def chain(self, namespace_id: int) -> Chain:
         """The empty chain of a namespace's current version."""
         return Chain(self.root(namespace_id))
