@@ -39,6 +39,8 @@ class Tracked:
     max_hit: int
     committed: int = 0
     running: bool = False
+    publishes: bool = False
+    """What `writes` asked for, until a reset."""
     table: list[tuple[int, int]] = field(default_factory=list)
     """(block, generation), the null block as (0, 0)."""
 
@@ -58,6 +60,16 @@ class Released:
     table: list[tuple[int, int]]
 
 
+@dataclass
+class Filled:
+    """A full, committed block on its way to be published."""
+
+    block: int
+    content: Content
+    previous: tuple[int, int]
+    """(block, generation) before it in its table."""
+
+
 class Oracle:
     """Follows one pool of a full-attention group. `AssertionError` says what went wrong."""
 
@@ -73,15 +85,15 @@ class Oracle:
         self.spares: dict[int, int] = {}
         self.released: list[Released] = []
         self.completed: dict[int, int] = {}
-        self.copies: dict[int, tuple[int, int]] = {}
-        self.filled: list[tuple[int, Content]] = []
-        self.sealing: dict[int, list[tuple[int, Content]]] = {}
+        self.copies: dict[int, list[tuple[int, int]]] = {}
+        self.filled: list[Filled] = []
+        self.sealing: dict[int, list[Filled]] = {}
         self.digests: dict[bytes, Content] = {}
 
     # Events
 
     def stepped(self, session: int, step: Any, result: Any) -> None:
-        """A step was applied; `step` and `result` are the core's public values, or anything shaped like them."""
+        """A step was applied; both are the core's public values, or anything shaped like them."""
         skipped = {(each.operation.name, each.sequence_id) for each in result.skipped}
         for ack in step.transfers:
             self.copies.pop(ack.op_id)
@@ -99,7 +111,7 @@ class Oracle:
                 parent = self.sequences[session, fork.parent_id]
                 self.sequences[session, child] = Tracked(
                     parent.namespace, list(parent.tokens), parent.reads, parent.writes, parent.max_hit,
-                    parent.committed if child in running else 0, child in running,
+                    parent.committed if child in running else 0, child in running, parent.publishes,
                 )  # fmt: skip
         if step.finish is not None:
             for sequence in step.finish.sequence_ids.tolist():
@@ -113,30 +125,36 @@ class Oracle:
                 )  # fmt: skip
         self._tables(session, result, {each.sequence_id: each for each in result.admissions})
         for copy in result.copies:
+            destination = (copy.destination_id, copy.destination_generation)
             assert self.memory[copy.source_id][: copy.num_slots].count(None) == 0
             self.memory[copy.destination_id][: copy.num_slots] = self.memory[copy.source_id][: copy.num_slots]
-            self.copies[copy.op_id] = (copy.source_id, copy.source_generation)
+            # The source is pinned, and the chain that leads to it.
+            child = next(each.table for each in self.sequences.values() if destination in each.table)
+            source = (copy.source_id, copy.source_generation)
+            self.copies[copy.op_id] = [*child[: child.index(destination)], source]
         for each in result.preemptions:
             if each.sequence_id not in lost or each.session_id != session:
                 self._preempted(session, step.step_id, each.session_id, each.sequence_id)
         self._check()
 
     def seals_taken(self, batch: Any) -> None:
-        """A batch of seals went out: exactly the blocks that were filled, each under one digest for one content."""
-        assert sorted(batch.block_ids.tolist()) == sorted(block for block, _ in self.filled)
-        contents = dict(self.filled)
+        """A batch of seals went out: exactly the filled blocks, one digest for one content."""
+        assert sorted(batch.block_ids.tolist()) == sorted(each.block for each in self.filled)
+        filled = {each.block: each for each in self.filled}
         for at, block in enumerate(batch.block_ids.tolist()):
             assert batch.generations[at] == self.newest[block]
             digest = batch.digests[32 * at : 32 * at + 32]
-            assert self.digests.setdefault(digest, contents[block]) == contents[block], "two contents, one digest"
-        self.sealing[batch.seal_id] = [(block, contents[block]) for block in batch.block_ids.tolist()]
+            content = filled[block].content
+            assert self.digests.setdefault(digest, content) == content, "two contents, one digest"
+        self.sealing[batch.seal_id] = [filled[block] for block in batch.block_ids.tolist()]
         self.filled = []
 
     def seals_acknowledged(self, seal_id: int, sealed: list[bool]) -> None:
         """All shards sealed these blocks of a batch."""
-        for (block, content), good in zip(self.sealing.pop(seal_id), sealed, strict=True):
+        for each, good in zip(self.sealing.pop(seal_id), sealed, strict=True):
+            block, content = each.block, each.content
             parent = content[: len(content) - self.size]
-            rooted = len(parent) == 2 or parent in self.index
+            rooted = len(parent) == 2 or (parent in self.index and self._holds(each, self.index[parent]))
             if not good or content[1] != self.version or not rooted:
                 continue
             assert self.memory[block] == [content[: len(parent) + slot + 1] for slot in range(self.size)]
@@ -154,7 +172,7 @@ class Oracle:
         self.published.clear()
         for sequence in self.sequences.values():
             if sequence.running:
-                sequence.writes = False
+                sequence.publishes = False
             else:
                 sequence.namespace = (sequence.namespace[0], self.version)
         self._check()
@@ -176,13 +194,9 @@ class Oracle:
 
     def counts(self) -> dict[str, int]:
         """Blocks by state."""
-        held = {block for block, _ in self._live()} | {source for source, _ in self.copies.values()}
-        held |= {block for block, _ in self.filled}
-        held |= {block for batch in self.sealing.values() for block, _ in batch}
-        deferred = {block for each in self.released for block, _ in each.table} - {0}
+        held, deferred = self._held_or_deferred()
         # A spare pins its canonical block for as long as anybody may touch the spare.
         held |= {canonical for spare, canonical in self.spares.items() if spare in held | deferred}
-        self.spares = {spare: other for spare, other in self.spares.items() if spare in held | deferred}
         quarantined = deferred - held
         cached = set(self.published) - held - quarantined
         states = {"held": len(held), "quarantined": len(quarantined), "cached": len(cached)}
@@ -193,7 +207,9 @@ class Oracle:
     def _tokens(self, session: int, step: Any, skipped: set[tuple[str, int]]) -> None:
         if step.observe is not None:
             tokens = iter(step.observe.tokens.tolist())
-            for sequence, count in zip(step.observe.sequence_ids.tolist(), step.observe.counts.tolist(), strict=True):
+            for sequence, count in zip(
+                step.observe.sequence_ids.tolist(), step.observe.counts.tolist(), strict=True
+            ):
                 self.sequences[session, sequence].tokens += [next(tokens) for _ in range(count)]
         if step.advance is not None:
             rows = zip(step.advance.sequence_ids.tolist(), step.advance.tokens.tolist(),
@@ -205,7 +221,9 @@ class Oracle:
         for operation, name in ((step.commit, "COMMIT"), (step.rollback, "ROLLBACK")):
             if operation is None:
                 continue
-            for sequence, length in zip(operation.sequence_ids.tolist(), operation.num_tokens.tolist(), strict=True):
+            for sequence, length in zip(
+                operation.sequence_ids.tolist(), operation.num_tokens.tolist(), strict=True
+            ):
                 if (name, sequence) in skipped:
                     continue
                 tracked = self.sequences[session, sequence]
@@ -222,20 +240,29 @@ class Oracle:
             block, _ = tracked.table[position // self.size]
             self.memory[block][position % self.size] = tracked.content(position + 1)
         for index in range(tracked.committed // self.size, length // self.size):
-            if tracked.writes:
-                self.filled.append((tracked.table[index][0], tracked.content((index + 1) * self.size)))
+            if tracked.publishes:
+                content = tracked.content((index + 1) * self.size)
+                previous = tracked.table[index - 1] if index else (0, 0)
+                self.filled.append(Filled(tracked.table[index][0], content, previous))
         tracked.committed = length
+
+    def _holds(self, filled: Filled, parent: int) -> bool:
+        """Whoever holds the block holds the canonical parent: in its table, or pinned by the spare there."""
+        block, generation = filled.previous
+        return self.newest[block] != generation or parent in (block, self.spares.get(block))
 
     def _tables(self, session: int, result: Any, admissions: dict[int, Any]) -> None:
         for deltas in result.tables:
             blocks = iter(zip(deltas.block_ids.tolist(), deltas.generations.tolist(), strict=True))
-            rows = zip(deltas.sequence_ids.tolist(), deltas.starts.tolist(), deltas.counts.tolist(), strict=True)
+            rows = zip(
+                deltas.sequence_ids.tolist(), deltas.starts.tolist(), deltas.counts.tolist(), strict=True
+            )
             for sequence, start, count in rows:
                 tracked = self.sequences[session, sequence]
                 if not tracked.running and sequence in admissions:
                     hit = admissions[sequence].cached_tokens
                     assert hit == self._longest_hit(tracked), "the hit is not as long as it can be"
-                    tracked.committed = hit
+                    tracked.committed, tracked.publishes = hit, tracked.writes
                 tracked.running = True
                 assert start == len(tracked.table), "I5: a table is append-only"
                 for _ in range(count):
@@ -272,28 +299,40 @@ class Oracle:
     def _release(self, session: int, step_id: int, tracked: Tracked) -> None:
         self._defer(session, step_id, tracked, 0)
 
-    def _defer(self, session: int, step_id: int, tracked: Tracked, first: int, until_drained: int = 0) -> None:
+    def _defer(
+        self, session: int, step_id: int, tracked: Tracked, first: int, until_drained: int = 0
+    ) -> None:
         table = tracked.table[first:]
         if table:
             self.released.append(
                 Released(session, step_id - 1, until_drained, tracked.committed, first, table)
             )
 
+    def _held_or_deferred(self) -> tuple[set[int], set[int]]:
+        held = {block for block, _ in self._live()} | {
+            block for pinned in self.copies.values() for block, _ in pinned
+        }
+        held |= {each.block for each in self.filled}
+        held |= {each.block for batch in self.sealing.values() for each in batch}
+        return held, {block for each in self.released for block, _ in each.table} - {0}
+
     def _live(self) -> list[tuple[int, int]]:
         return [entry for each in self.sequences.values() for entry in each.table if entry[0]]
 
     def _check(self) -> None:
-        self.released = [each for each in self.released if self.completed.get(each.session, 0) < each.until_step]
+        self.released = [
+            each for each in self.released if self.completed.get(each.session, 0) < each.until_step
+        ]
         # One occupant a block, over all who may still touch it.
-        touchable = self._live() + list(self.copies.values())
+        touchable = self._live() + [entry for pinned in self.copies.values() for entry in pinned]
         touchable += [entry for each in self.released for entry in each.table if entry[0]]
         for block, generation in touchable:
             assert generation == self.newest[block], f"I9: block {block} has a new occupant and an old user"
         # Whoever may write, writes: slots behind the committed ones hold anything.
         for each in self.sequences.values():
             self._scribble(each.table, 0, each.committed)
-        for each in self.released:
-            self._scribble(each.table, each.first_block, each.committed)
+        for gone in self.released:
+            self._scribble(gone.table, gone.first_block, gone.committed)
         # And nobody sees it.
         for each in self.sequences.values():
             for position in range(each.committed):
@@ -305,6 +344,8 @@ class Oracle:
             assert self.memory[block] == wanted, f"I2: published block {block} was overwritten"
             parent = content[: len(content) - self.size]
             assert len(parent) == 2 or parent in self.index, f"I4: block {block} lost its parent"
+        held = self._held_or_deferred()
+        self.spares = {spare: other for spare, other in self.spares.items() if spare in held[0] | held[1]}
         assert all(count == 1 for count in Counter(self.index.values()).values())
 
     def _scribble(self, table: list[tuple[int, int]], first_block: int, committed: int) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-from core_driver import model, pack, u32, u64
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import Oracle
 
+from core_driver import model, pack, u32, u64
 from kvplane.cache.core import (
     Admit,
     Advance,
@@ -25,6 +24,7 @@ from kvplane.cache.core import (
     Step,
     TransferAck,
 )
+from oracle import Oracle
 
 SIZE = 4
 ROWS = 6
@@ -90,9 +90,7 @@ class Pool(RuleBasedStateMachine):
         last_seen = max(client.step_id - 1 - lag, client.completed, 0)
         client.completed = min(client.completed + complete, last_seen)
         self.now += 0.01
-        step = Step(
-            client.step_id, last_seen_step=last_seen, completed_step=client.completed, **operations
-        )
+        step = Step(client.step_id, last_seen_step=last_seen, completed_step=client.completed, **operations)
         result = self.core.step(client.session_id, step, self.now)
         assert self.core.step(client.session_id, step, self.now) is result, "I7: a repeated step acted again"
         self.oracle.stepped(client.session_id, step, result)
@@ -132,7 +130,15 @@ class Pool(RuleBasedStateMachine):
         lag=st.integers(0, 3),
     )
     def admit(
-        self, data: st.DataObject, prefix: int, shared: int, own: int, read: bool, write: bool, chunk: int, lag: int
+        self,
+        data: st.DataObject,
+        prefix: int,
+        shared: int,
+        own: int,
+        read: bool,
+        write: bool,
+        chunk: int,
+        lag: int,
     ) -> None:
         client = self._client(data)
         tokens = [prefix] * shared + data.draw(st.lists(st.integers(0, 1), min_size=own, max_size=own))
@@ -145,6 +151,43 @@ class Pool(RuleBasedStateMachine):
         asks = data.draw(st.permutations(asks), label="order")
         self._step(client, lag, data.draw(st.integers(0, 3)), admit=tuple(asks))
 
+    @rule(data=st.data(), rounds=st.integers(1, 4), seals=st.sampled_from([True, True, False]))
+    def serve(self, data: st.DataObject, rounds: int, seals: bool) -> None:
+        """An engine at work: everything known is written, sequences grow, some end, others come."""
+        client = self._client(data)
+        for _ in range(rounds):
+            ids = sorted(client.running)
+            if ids:
+                _, known, cover = np.array([self._lengths(client, each) for each in ids]).T
+                written = np.minimum(known, cover).astype(np.uint32)
+                self._step(client, 0, 9, commit=Lengths(u64(*ids), written))
+            done = [each for each in ids if data.draw(st.integers(0, 2), label="ends") == 0]
+            if done:
+                self._finish(client, done, 0, 9)
+            ids = sorted(client.running)
+            if ids:
+                _, known, cover = np.array([self._lengths(client, each) for each in ids]).T
+                counts = np.array([data.draw(st.integers(1, 5), label="tokens") for _ in ids])
+                self._step(
+                    client,
+                    0,
+                    9,
+                    observe=Observe(u64(*ids), counts.astype(np.uint32), np.zeros(counts.sum(), np.uint32)),
+                    extend=Lengths(u64(*ids), np.minimum(known + counts, cover + 24).astype(np.uint32)),
+                )
+            sequence = client.new_id()
+            new: list[Admit] = []
+            if sequence is not None:
+                client.waiting.add(sequence)
+                length = data.draw(st.integers(1, 24), label="prompt")
+                new.append(Admit(sequence, pack([data.draw(st.integers(0, 1), label="head")] * length)))
+            known_ids = sorted(client.waiting - {sequence})
+            self._step(client, 0, 9, admit=(*(Admit(each) for each in known_ids), *new))
+            if seals:
+                self.take_seals()
+                while self.seals:
+                    self._acknowledge(0, True, data)
+
     @precondition(lambda self: any(client.running for client in self.clients))
     @rule(data=st.data(), lag=st.integers(0, 3), complete=st.integers(0, 3), packed=st.booleans())
     def decode(self, data: st.DataObject, lag: int, complete: int, packed: bool) -> None:
@@ -156,14 +199,19 @@ class Pool(RuleBasedStateMachine):
         slots = np.minimum(slots, cover + 6 * SIZE).astype(np.uint32)
         if packed:
             written = np.minimum(known, cover)
-            lengths = [data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)]
+            lengths = [
+                data.draw(st.integers(*pair))
+                for pair in zip(committed.tolist(), written.tolist(), strict=True)
+            ]
             tokens = u32(*[data.draw(st.integers(0, 1)) for _ in named])
             self._step(client, lag, complete, advance=Advance(ids, tokens, u32(*lengths), slots))
             return
         counts = u32(*[data.draw(st.integers(1, 4)) for _ in named])
         tokens = u32(*[data.draw(st.integers(0, 1)) for _ in range(int(counts.sum()))])
         written = np.minimum(known + counts, cover)
-        lengths = [data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)]
+        lengths = [
+            data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)
+        ]
         self._step(
             client,
             lag,
@@ -204,6 +252,9 @@ class Pool(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, lag: int, complete: int) -> None:
         client = data.draw(st.sampled_from([each for each in self.clients if each.rows]))
         named = data.draw(st.lists(st.sampled_from(sorted(client.rows.values())), min_size=1, unique=True))
+        self._finish(client, named, lag, complete)
+
+    def _finish(self, client: Client, named: list[int], lag: int, complete: int) -> None:
         self._step(client, lag, complete, finish=Finish(u64(*named), u32(*[1] * len(named))))
         for sequence in named:
             del client.rows[sequence & 0xFFFF_FFFF]
@@ -237,7 +288,9 @@ class Pool(RuleBasedStateMachine):
         """I6: an operation on a sequence whose preemption the sender has not seen is skipped."""
         client = self._client(data)
         unseen = {
-            each for each in client.waiting if client.lost_at.get(each, 0) > max(client.step_id - 3, client.completed)
+            each
+            for each in client.waiting
+            if client.lost_at.get(each, 0) > max(client.step_id - 3, client.completed)
         }
         named = sorted((unseen | client.revoked) & set(client.rows.values()))
         if not named:
@@ -256,8 +309,13 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.seals)
     @rule(data=st.data(), everything=st.sampled_from([True, True, True, False]))
     def acknowledge_seals(self, data: st.DataObject, everything: bool) -> None:
-        seal_id, count = self.seals.pop(data.draw(st.integers(0, len(self.seals) - 1)))
-        sealed = [True] * count if everything else data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        self._acknowledge(data.draw(st.integers(0, len(self.seals) - 1)), everything, data)
+
+    def _acknowledge(self, which: int, everything: bool, data: st.DataObject) -> None:
+        seal_id, count = self.seals.pop(which)
+        sealed = [True] * count
+        if not everything:
+            sealed = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
         self.core.acknowledge_seals(seal_id, None if everything else np.array(sealed))
         self.oracle.seals_acknowledged(seal_id, sealed)
 
@@ -301,5 +359,5 @@ TestPool.settings = settings(
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
