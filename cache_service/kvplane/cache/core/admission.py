@@ -122,7 +122,7 @@ class Admissions:
         index, first_real = state.pool.index, 0
         if state.rules.prefix_closed:
             count = index.longest_prefix(chain.blob, limit)
-            blocks = index.find_all(chain.array(count))
+            blocks = index.find_all(chain.array(count)) if count else nothing
         else:
             blocks = index.find_all(chain.array(limit))
             count, first_real = state.rules.longest_hit(blocks != 0)

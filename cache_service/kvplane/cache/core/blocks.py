@@ -58,12 +58,10 @@ class BlockPool:
         """`count` blocks with one reference and a new generation each; the caller has checked `available`."""
         if count == 0:
             return NO_U32
-        top = self._top
-        if count > top:
-            self._evict(count - top)
-            top = self._top
-        self._top = top - count
-        ids = self._stack[self._top : top][::-1].copy()
+        rest = max(self._top - count, 0)
+        ids = self._stack[rest : self._top][::-1]
+        self._top = rest
+        ids = ids.copy() if len(ids) == count else np.concatenate([ids, self._evict(count - len(ids))])
         generation = self.columns.generation
         newest = generation[ids] + _NEXT
         if self._restored:
@@ -166,17 +164,14 @@ class BlockPool:
         self._top = len(free)
         return len(block_ids)
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int) -> U32:
         victims = self.policy.victims(count)
         columns = self.columns
         np.subtract.at(columns.children, columns.parent[victims], _ONE)
         self.index.remove(victims, remember=True)
         columns.indexed[victims] = False
         self.evicted_blocks += count
-        # Victims are taken after the blocks that were free already.
-        self._stack[count : count + self._top] = self._stack[: self._top].copy()
-        self._stack[:count] = victims[::-1]
-        self._top += count
+        return victims
 
     def _unreferenced(self, ids: U32) -> None:
         spent = self.columns.generation[ids] == self._last_generation

@@ -157,8 +157,7 @@ class CacheCore:
             raise InvalidArgumentError.of("session_id", f"session {session_id} has not ended")
         session.deferred.drain()
         for op_id in [each for each, copy in state.copies.items() if copy.session_id == session_id]:
-            pending = state.copies.pop(op_id)
-            state.pool.release(np.array([pending.copy.source_id], np.uint32))
+            state.pool.release(state.copies.pop(op_id).pinned)
         del state.sessions[session_id]
         self._returned_rows.setdefault(session.max_sequences, []).append(session.first_row)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvplane.cache.core.arrays import U32
 from kvplane.cache.core.growth import preempt
 from kvplane.cache.core.results import Copy, Reason, SequenceState
 from kvplane.cache.core.sequences import Sequence, Status
@@ -45,12 +46,9 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
         context.changed(child_id, SequenceState.WAITING, child.waiting_reason)
         return
     row, first_real = child.row, int(columns.first_real[parent_row])
-    shared = columns.table(parent_row)[: full + (partial > 0)]
-    table = shared.copy()
+    shared = columns.table(parent_row)[:full]
     state.pool.hold(shared[first_real:])
-    if partial:
-        # The reference just taken on the parent's tail block is the pin of the copy's source.
-        table[full:] = state.pool.take(1)
+    table = np.concatenate([shared, state.pool.take(1)]) if partial else shared
     tokens = np.frombuffer(child.tokens, np.uint32)
     columns.start(row, table, tokens, committed, min(first_real, len(table)), publishes=False)
     child.tokens = b""
@@ -61,13 +59,15 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
     context.changed(child_id, SequenceState.RUNNING)
     context.put(state, row, 0)
     if partial:
-        _copy(state, context, child, int(shared[full]), int(table[full]), partial)
+        _copy(
+            state, context, child, columns.table(parent_row)[first_real : full + 1], int(table[full]), partial
+        )
 
 
 def acknowledge_copy(state: PoolState, context: StepContext, op_id: int, succeeded: bool) -> None:
     """Unpin the source. A failed copy leaves its owner without valid bytes: it computes them again."""
     pending = state.copies.pop(op_id)
-    state.pool.release(np.array([pending.copy.source_id], np.uint32))
+    state.pool.release(pending.pinned)
     row = pending.row
     if state.rows.ids[row] != pending.sequence_id:
         return
@@ -87,10 +87,12 @@ def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -
 
 
 def _copy(
-    state: PoolState, context: StepContext, child: Sequence, source: int, destination: int, num_slots: int
+    state: PoolState, context: StepContext, child: Sequence, pinned: U32, destination: int, num_slots: int
 ) -> None:
+    """Pin the source, and with it all before it: a pinned block keeps its ancestors as a holder does (I4)."""
+    state.pool.hold(pinned)
     state.last_op_id += 1
-    generation = state.columns.generation
+    generation, source = state.columns.generation, int(pinned[-1])
     copy = Copy(
         state.last_op_id,
         source,
@@ -99,6 +101,8 @@ def _copy(
         int(generation[destination]),
         num_slots,
     )
-    state.copies[copy.op_id] = PendingCopy(copy, child.row, child.sequence_id, context.session.session_id)
+    state.copies[copy.op_id] = PendingCopy(
+        copy, child.row, child.sequence_id, context.session.session_id, pinned[::-1]
+    )
     child.copies.add(copy.op_id)
     context.copies.append(copy)

@@ -36,7 +36,8 @@ def _check_references(state: PoolState) -> None:
     references.update(deferred)
     for ids in state.sealing.pinned():
         references.update(ids.tolist())
-    references.update(pending.copy.source_id for pending in state.copies.values())
+    for pending in state.copies.values():
+        references.update(pending.pinned.tolist())
     references.update(pool.spares.values())
     references.update(pool.retired)
     for block in range(1, pool.num_blocks):

@@ -18,7 +18,8 @@ class PrefixIndex:
 
     def __init__(self, digest: U8) -> None:
         num_blocks = len(digest)
-        buckets = 1 << (2 * num_blocks - 1).bit_length()
+        # At most one bucket in four is used, so that nearly every block is the first of its chain.
+        buckets = 1 << (4 * num_blocks - 1).bit_length()
         self._mask = buckets - 1
         self._mask64 = np.uint64(buckets - 1)
         self._heads: U32 = np.zeros(buckets, np.uint32)

@@ -197,8 +197,12 @@ class Sealing:
         block, depth = int(batch.block_ids[index]), int(batch.depths[index])
         namespace, parent = int(batch.namespace_ids[index]), 0
         if self._prefix_closed:
-            parent = pool.index.find(parent_digest) if depth else 0
-            if not (parent or (depth == 0 and parent_digest == self._namespaces.root(namespace))):
+            if depth == 0:
+                rooted = parent_digest == self._namespaces.root(namespace)
+            else:
+                parent = pool.index.find(parent_digest)
+                rooted = parent != 0 and self._holds_parent(batch, index, parent)
+            if not rooted:
                 return
         elif batch.resets != self.resets:
             return
@@ -213,3 +217,14 @@ class Sealing:
         columns.children[parent] += _ONE
         columns.indexed[block] = True
         pool.index.build(np.array([block], np.uint32))
+
+    def _holds_parent(self, batch: _Filled, index: int, parent: int) -> bool:
+        """Whether nobody can hold the block without holding its canonical parent, itself or through a spare.
+
+        Not so when the predecessor in the table failed to be published and another sequence's copy was: that
+        one could be evicted under a held child.
+        """
+        previous = int(batch.previous[index])
+        if self._pool.columns.generation[previous] != batch.previous_generations[index]:
+            return True  # the table is gone, and the block is held by its seal alone
+        return parent in (previous, self._pool.spares.get(previous))

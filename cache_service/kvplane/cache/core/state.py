@@ -31,13 +31,15 @@ from kvplane.wire.identity import Digest
 
 @dataclass(slots=True)
 class PendingCopy:
-    """A copy under way: its source is pinned."""
+    """A copy under way."""
 
     copy: Copy
     row: int
     """Row of the sequence that owns the destination."""
     sequence_id: int
     session_id: int
+    pinned: U32
+    """The source, tail first, and the table before it."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,8 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
     rows, lengths = checked.committed
     if len(rows):
         token_ops.commit(state, context, rows, lengths)
-    token_ops.rollback(state, context, *checked.rolled_back)
+    if step.rollback is not None:
+        token_ops.rollback(state, context, *checked.rolled_back)
     for parent_row, child_id in checked.forks:
         forks.fork(state, context, parent_row, child_id)
     for row in checked.finished.tolist():

@@ -53,11 +53,12 @@ def rollback(state: PoolState, context: StepContext, rows: I64, lengths: I64) ->
         keep = -(-length // size)
         sequence = columns.record(row)
         if int(columns.hashed[row]) * size > length:
-            sequence.chain = sequence.chain.cut(length // size)
-            columns.hashed[row] = len(sequence.chain)
-            columns.set_tail(row, sequence.chain.digest(len(sequence.chain) - 1))
-            if sequence.frontier is not None and sequence.frontier >= len(sequence.chain):
+            whole = length // size
+            if sequence.frontier is not None and sequence.frontier >= whole:
                 state.set_frontier(sequence, None)
+            sequence.chain = sequence.chain.cut(whole)
+            columns.hashed[row] = whole
+            columns.set_tail(row, sequence.chain.digest(whole - 1))
         columns.known[row] = length
         released = columns.table(row, keep)[::-1]
         if len(released):

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvplane.cache.core.arrays import I64, NO_I64, NO_U32, U8, U32, U64
 from kvplane.cache.core.forks import check_copy
-from kvplane.cache.core.requests import Admit, Lengths, Step
+from kvplane.cache.core.requests import Admit, Advance, Finish, Lengths, Observe, Step
 from kvplane.cache.core.results import Operation
 from kvplane.cache.core.sequences import ROW_MASK, Status
 from kvplane.cache.core.sessions import Session
@@ -65,6 +65,8 @@ class StepCheck:
         self._base = session.first_row
         self._first_row = np.int64(session.first_row)
         self._checked = CheckedStep()
+        self._taken: set[int] = set()
+        """Rows that new sequences of this step occupy."""
         self._copied = False
         """The columns below are copies that the check may change."""
         window = slice(self._base, self._base + session.max_sequences)
@@ -83,27 +85,33 @@ class StepCheck:
         if step.completed_step or step.transfers or step.drained:
             self._check_acks()
         lost = [ack.op_id for ack in step.transfers if not ack.succeeded]
-        others = (step.observe, step.commit, step.rollback, step.finish, step.extend)
-        if others == (None,) * 5 and not (step.forks or step.admit or lost):
-            self._check_advance()
-            return self._checked
-        self._copied = True
-        self._ids, self._status = self._ids.copy(), self._status.copy()
-        self._known, self._committed = self._known.copy(), self._committed.copy()
-        self._told = self._told.copy()
+        changing = (step.observe, step.commit, step.rollback, step.finish)
+        if lost or step.forks or changing != (None,) * 4:
+            self._copied = True
+            self._ids, self._status = self._ids.copy(), self._status.copy()
+            self._known, self._committed = self._known.copy(), self._committed.copy()
+            self._told = self._told.copy()
         for op_id in lost:
             owner = self._state.copies[op_id]
             if self._ids[owner.row - self._base] == owner.sequence_id:
                 self._status[owner.row - self._base] = Status.PREEMPTED
                 self._told[owner.row - self._base] = step.step_id
-        self._check_observe()
-        self._check_advance()
-        self._check_commit()
-        self._check_rollback()
-        self._check_forks()
-        self._check_finish()
-        self._check_extend()
-        self._check_admit()
+        if step.observe is not None:
+            self._check_observe(step.observe)
+        if step.advance is not None:
+            self._check_advance(step.advance)
+        if step.commit is not None:
+            self._check_commit(step.commit)
+        if step.rollback is not None:
+            self._check_rollback(step.rollback)
+        if step.forks:
+            self._check_forks()
+        if step.finish is not None:
+            self._check_finish(step.finish)
+        if step.extend is not None:
+            self._check_extend(step.extend)
+        if step.admit:
+            self._check_admit()
         return self._checked
 
     def _check_acks(self) -> None:
@@ -123,10 +131,7 @@ class StepCheck:
             if not session.deferred.awaits(sequence_id) or sequence_id in step.drained[:index]:
                 raise InvalidArgumentError.of(f"drained[{index}]", f"sequence {sequence_id} was not revoked")
 
-    def _check_observe(self) -> None:
-        operation = self._step.observe
-        if operation is None:
-            return
+    def _check_observe(self, operation: Observe) -> None:
         rows = self._rows(operation.sequence_ids, "observe.sequence_ids")
         self._same_length("observe.counts", operation.counts, rows)
         counts = operation.counts.astype(np.int64)
@@ -141,10 +146,7 @@ class StepCheck:
         self._known[rows] = known
         self._checked.observed = (rows + self._base, counts, operation.tokens)
 
-    def _check_advance(self) -> None:
-        operation = self._step.advance
-        if operation is None:
-            return
+    def _check_advance(self, operation: Advance) -> None:
         session, field_name = self._session, "advance.sequence_ids"
         packed = operation.sequence_ids.tobytes()
         tokens, committed = operation.tokens, operation.num_committed.astype(np.int64)
@@ -187,15 +189,15 @@ class StepCheck:
         if self._copied:
             self._known[rows], self._committed[rows] = known + _ONE, committed
 
-    def _check_commit(self) -> None:
-        rows, lengths = self._lengths(self._step.commit, "commit", Operation.COMMIT)
+    def _check_commit(self, operation: Lengths) -> None:
+        rows, lengths = self._lengths(operation, "commit", Operation.COMMIT)
         limit = np.minimum(self._known[rows], self._cover[rows])
         self._between(lengths, self._committed[rows], limit, "commit.num_tokens")
         self._committed[rows] = lengths
         self._checked.committed = (rows + self._base, lengths)
 
-    def _check_rollback(self) -> None:
-        rows, lengths = self._lengths(self._step.rollback, "rollback", Operation.ROLLBACK)
+    def _check_rollback(self, operation: Lengths) -> None:
+        rows, lengths = self._lengths(operation, "rollback", Operation.ROLLBACK)
         self._between(lengths, self._committed[rows], self._known[rows], "rollback.num_tokens")
         self._known[rows] = lengths
         self._checked.rolled_back = (rows + self._base, lengths)
@@ -216,18 +218,15 @@ class StepCheck:
                 self._told[child] = self._step.step_id
                 self._checked.forks.append((parent + self._base, child_id))
 
-    def _check_finish(self) -> None:
-        operation = self._step.finish
-        if operation is None:
-            return
+    def _check_finish(self, operation: Finish) -> None:
         rows = self._rows(operation.sequence_ids, "finish.sequence_ids")
         self._same_length("finish.reasons", operation.reasons, rows)
         self._not_advanced(rows, "finish.sequence_ids")
         self._ids[rows], self._status[rows] = 0, Status.FREE
         self._checked.finished = rows + self._base
 
-    def _check_extend(self) -> None:
-        rows, num_slots = self._lengths(self._step.extend, "extend", Operation.EXTEND)
+    def _check_extend(self, operation: Lengths) -> None:
+        rows, num_slots = self._lengths(operation, "extend", Operation.EXTEND)
         cover = self._cover[rows]
         self._blocks_short(num_slots, cover, (num_slots > cover).nonzero()[0], "extend.num_slots")
         self._checked.extended = (rows + self._base, num_slots)
@@ -250,7 +249,6 @@ class StepCheck:
             else:
                 self._free_row(admit.sequence_id, f"{field_name}.sequence_id")
                 self._check_prompt(admit, field_name)
-                self._ids[row], self._status[row] = admit.sequence_id, Status.WAITING
             if not 0 <= admit.num_slots <= self._state.config.max_sequence_tokens:
                 raise InvalidArgumentError.of(f"{field_name}.num_slots", "is longer than a sequence may be")
             self._checked.admits.append(admit)
@@ -279,9 +277,7 @@ class StepCheck:
             if not 0 <= block < blocks or any(not 0x20 <= key.kind <= 0x2F for key in keys):
                 raise InvalidArgumentError.of(f"{field_name}.extra_keys[{block}]", "has no such block or kind")
 
-    def _lengths(self, operation: Lengths | None, name: str, kind: Operation) -> tuple[I64, I64]:
-        if operation is None:
-            return NO_I64, NO_I64
+    def _lengths(self, operation: Lengths, name: str, kind: Operation) -> tuple[I64, I64]:
         rows = self._rows(operation.sequence_ids, f"{name}.sequence_ids")
         self._same_length(f"{name}.num_tokens", operation.num_tokens, rows)
         self._not_advanced(rows, f"{name}.sequence_ids")
@@ -333,10 +329,11 @@ class StepCheck:
         row, serial = sequence_id & ROW_MASK, sequence_id >> 32
         if not 0 < sequence_id < 1 << 64 or row >= len(self._ids):
             raise InvalidArgumentError.of(field_name, f"row {row} is not below {len(self._ids)}")
-        if self._ids[row]:
-            raise InvalidArgumentError.of(field_name, f"row {row} belongs to sequence {int(self._ids[row])}")
+        if self._ids[row] or row in self._taken:
+            raise InvalidArgumentError.of(field_name, f"row {row} belongs to another sequence")
         if serial <= int(self._state.rows.serial[row + self._base]):
             raise InvalidArgumentError.of(field_name, f"serial {serial} was used before in row {row}")
+        self._taken.add(row)
         return row
 
     def _blocks_short(self, num_slots: I64, cover: I64, short: I64, field_name: str) -> I64:
