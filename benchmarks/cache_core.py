@@ -83,9 +83,7 @@ def decode(rows: int, steps: int, seed: int) -> list[int]:
     engine = Engine(rows * (512 // BLOCK + steps // BLOCK + 4) + 8, rows)
     sequences = ids(rows)
     prompts = [random_tokens(int(length), seed + row).tobytes() for row, length in enumerate(lengths)]
-    engine.step(
-        admit=tuple(Admit(int(each), prompt) for each, prompt in zip(sequences, prompts, strict=True))
-    )
+    engine.step(admit=tuple(Admit(int(each), prompt) for each, prompt in zip(sequences, prompts, strict=True)))
     engine.step(commit=Lengths(sequences, lengths.astype(np.uint32)))
     engine.settle()
     samples, under_way = [], None
@@ -250,7 +248,11 @@ def p99(samples: list[int]) -> float:
 def machine() -> str:
     """Processor, load and versions, for whoever reads the numbers later."""
     cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     load = os.getloadavg()[0]

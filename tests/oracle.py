@@ -207,9 +207,7 @@ class Oracle:
     def _tokens(self, session: int, step: Any, skipped: set[tuple[str, int]]) -> None:
         if step.observe is not None:
             tokens = iter(step.observe.tokens.tolist())
-            for sequence, count in zip(
-                step.observe.sequence_ids.tolist(), step.observe.counts.tolist(), strict=True
-            ):
+            for sequence, count in zip(step.observe.sequence_ids.tolist(), step.observe.counts.tolist(), strict=True):
                 self.sequences[session, sequence].tokens += [next(tokens) for _ in range(count)]
         if step.advance is not None:
             rows = zip(step.advance.sequence_ids.tolist(), step.advance.tokens.tolist(),
@@ -221,9 +219,7 @@ class Oracle:
         for operation, name in ((step.commit, "COMMIT"), (step.rollback, "ROLLBACK")):
             if operation is None:
                 continue
-            for sequence, length in zip(
-                operation.sequence_ids.tolist(), operation.num_tokens.tolist(), strict=True
-            ):
+            for sequence, length in zip(operation.sequence_ids.tolist(), operation.num_tokens.tolist(), strict=True):
                 if (name, sequence) in skipped:
                     continue
                 tracked = self.sequences[session, sequence]
@@ -254,9 +250,7 @@ class Oracle:
     def _tables(self, session: int, result: Any, admissions: dict[int, Any]) -> None:
         for deltas in result.tables:
             blocks = iter(zip(deltas.block_ids.tolist(), deltas.generations.tolist(), strict=True))
-            rows = zip(
-                deltas.sequence_ids.tolist(), deltas.starts.tolist(), deltas.counts.tolist(), strict=True
-            )
+            rows = zip(deltas.sequence_ids.tolist(), deltas.starts.tolist(), deltas.counts.tolist(), strict=True)
             for sequence, start, count in rows:
                 tracked = self.sequences[session, sequence]
                 if not tracked.running and sequence in admissions:
@@ -299,19 +293,13 @@ class Oracle:
     def _release(self, session: int, step_id: int, tracked: Tracked) -> None:
         self._defer(session, step_id, tracked, 0)
 
-    def _defer(
-        self, session: int, step_id: int, tracked: Tracked, first: int, until_drained: int = 0
-    ) -> None:
+    def _defer(self, session: int, step_id: int, tracked: Tracked, first: int, until_drained: int = 0) -> None:
         table = tracked.table[first:]
         if table:
-            self.released.append(
-                Released(session, step_id - 1, until_drained, tracked.committed, first, table)
-            )
+            self.released.append(Released(session, step_id - 1, until_drained, tracked.committed, first, table))
 
     def _held_or_deferred(self) -> tuple[set[int], set[int]]:
-        held = {block for block, _ in self._live()} | {
-            block for pinned in self.copies.values() for block, _ in pinned
-        }
+        held = {block for block, _ in self._live()} | {block for pinned in self.copies.values() for block, _ in pinned}
         held |= {each.block for each in self.filled}
         held |= {each.block for batch in self.sealing.values() for each in batch}
         return held, {block for each in self.released for block, _ in each.table} - {0}
@@ -320,9 +308,7 @@ class Oracle:
         return [entry for each in self.sequences.values() for entry in each.table if entry[0]]
 
     def _check(self) -> None:
-        self.released = [
-            each for each in self.released if self.completed.get(each.session, 0) < each.until_step
-        ]
+        self.released = [each for each in self.released if self.completed.get(each.session, 0) < each.until_step]
         # One occupant a block, over all who may still touch it.
         touchable = self._live() + [entry for pinned in self.copies.values() for entry in pinned]
         touchable += [entry for each in self.released for entry in each.table if entry[0]]

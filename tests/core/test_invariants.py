@@ -453,9 +453,7 @@ def test_i10_the_same_steps_give_the_same_blocks() -> None:
         for round_ in range(20):
             sequence = engine.admit([round_ % 5] * (20 + round_))
             engine.decode(sequence, [round_] * 5)
-            out.append(
-                (tuple(engine.tables[sequence]), tuple(engine.generations[sequence]), core.statistics())
-            )
+            out.append((tuple(engine.tables[sequence]), tuple(engine.generations[sequence]), core.statistics()))
             if round_ % 3:
                 engine.finish(sequence)
         return out
@@ -503,6 +501,4 @@ def test_a_stalled_sequence_is_reported_with_its_reason() -> None:
     engine = Engine(small_core(2))
     sequence = engine.admit([1] * 16)
     result = engine.decode(sequence, [1])
-    assert [(each.state, each.reason) for each in result.states] == [
-        (SequenceState.STALLED, Reason.NO_VICTIM)
-    ]
+    assert [(each.state, each.reason) for each in result.states] == [(SequenceState.STALLED, Reason.NO_VICTIM)]

@@ -199,19 +199,14 @@ class Pool(RuleBasedStateMachine):
         slots = np.minimum(slots, cover + 6 * SIZE).astype(np.uint32)
         if packed:
             written = np.minimum(known, cover)
-            lengths = [
-                data.draw(st.integers(*pair))
-                for pair in zip(committed.tolist(), written.tolist(), strict=True)
-            ]
+            lengths = [data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)]
             tokens = u32(*[data.draw(st.integers(0, 1)) for _ in named])
             self._step(client, lag, complete, advance=Advance(ids, tokens, u32(*lengths), slots))
             return
         counts = u32(*[data.draw(st.integers(1, 4)) for _ in named])
         tokens = u32(*[data.draw(st.integers(0, 1)) for _ in range(int(counts.sum()))])
         written = np.minimum(known + counts, cover)
-        lengths = [
-            data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)
-        ]
+        lengths = [data.draw(st.integers(*pair)) for pair in zip(committed.tolist(), written.tolist(), strict=True)]
         self._step(
             client,
             lag,
@@ -288,9 +283,7 @@ class Pool(RuleBasedStateMachine):
         """I6: an operation on a sequence whose preemption the sender has not seen is skipped."""
         client = self._client(data)
         unseen = {
-            each
-            for each in client.waiting
-            if client.lost_at.get(each, 0) > max(client.step_id - 3, client.completed)
+            each for each in client.waiting if client.lost_at.get(each, 0) > max(client.step_id - 3, client.completed)
         }
         named = sorted((unseen | client.revoked) & set(client.rows.values()))
         if not named:

@@ -59,9 +59,7 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
     context.changed(child_id, SequenceState.RUNNING)
     context.put(state, row, 0)
     if partial:
-        _copy(
-            state, context, child, columns.table(parent_row)[first_real : full + 1], int(table[full]), partial
-        )
+        _copy(state, context, child, columns.table(parent_row)[first_real : full + 1], int(table[full]), partial)
 
 
 def acknowledge_copy(state: PoolState, context: StepContext, op_id: int, succeeded: bool) -> None:
@@ -101,8 +99,6 @@ def _copy(
         int(generation[destination]),
         num_slots,
     )
-    state.copies[copy.op_id] = PendingCopy(
-        copy, child.row, child.sequence_id, context.session.session_id, pinned[::-1]
-    )
+    state.copies[copy.op_id] = PendingCopy(copy, child.row, child.sequence_id, context.session.session_id, pinned[::-1])
     child.copies.add(copy.op_id)
     context.copies.append(copy)
