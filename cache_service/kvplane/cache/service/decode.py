@@ -30,7 +30,13 @@ class Surroundings:
     """Digests hashed ahead, by sequence id."""
 
 
-_CORE_FIELDS = (("transfers[", "acks["), ("drained[", "acknowledged_revocations["), ("admit[", "admit.order["))
+_CORE_FIELDS = (
+    ("transfers[", "acks["),
+    ("drained[", "acknowledged_revocations["),
+    ("admit[", "admit.order["),
+    (".parent_id", ".parent_sequence_id"),
+    (".child_ids[", ".child_sequence_ids["),
+)
 """What the core calls otherwise than the wire."""
 
 
@@ -71,8 +77,7 @@ def wire_fields(error: InvalidArgumentError) -> InvalidArgumentError:
     for violation in error.violations:
         field = violation.field
         for core, wire in _CORE_FIELDS:
-            if field.startswith(core):
-                field = wire + field.removeprefix(core)
+            field = field.replace(core, wire)
         message = message.replace(violation.field, field)
         violations.append(FieldViolation(f"step.{field}", violation.description))
     return InvalidArgumentError(message, metadata=error.metadata, violations=tuple(violations))
