@@ -85,7 +85,7 @@ class Engine:
         lengths = self.prompt_tokens + np.arange(self.num_sequences) % BLOCK_TOKENS
         self._ids = (np.uint64(1) << np.uint64(32)) + np.arange(self.num_sequences, dtype=np.uint64)
         self._known = lengths.astype(np.uint32)
-        self.tables = Tables(np.zeros((self.num_sequences, 4096), np.uint32))
+        self.tables = Tables(np.zeros((max(self.num_sequences, 1), 16_384), np.uint32))
         for first in range(0, self.num_sequences, 256):
             part = slice(first, first + 256)
             new = [

@@ -26,7 +26,9 @@ import numpy as np
 from _control_client import BLOCK_TOKENS, POOL, Engine, settle
 from _machine import describe_machine, finish, line, p99
 
-from kvplane.v1 import step_pb2
+from kvplane.client.control import GrpcCacheControl, connect
+from kvplane.v1 import cache_pb2, step_pb2, types_pb2
+from kvplane.wire.errors import KvplaneError
 from kvplane.wire.options import channel_options
 from kvplane.wire.packed import pack_u32, pack_u64
 
@@ -180,8 +182,10 @@ async def beside_long_admissions(cache: str, steps: int) -> tuple[list[float], i
     other = threading.Thread(target=_admit_long_prompts, args=(cache, stop, admitted))
     other.start()
     while not admitted[0]:
+        if not other.is_alive():
+            raise RuntimeError("the session that admits long prompts ended")
         await asyncio.sleep(0.01)
-    samples = []
+    samples: list[float] = []
     while len(samples) < steps:
         samples += await round_trips(engine, 1)
         await asyncio.sleep(0.002)
@@ -265,10 +269,6 @@ def main() -> None:
 
 
 def _wait_ready(cache: str) -> None:
-    from kvplane.client.control import GrpcCacheControl, connect
-    from kvplane.v1 import cache_pb2, types_pb2
-    from kvplane.wire.errors import KvplaneError
-
     with connect(cache) as channel:
         control = GrpcCacheControl(channel)
         for _ in range(300):

@@ -217,8 +217,8 @@ class WireEngine:
         changes = self.result.state_changes
         return {
             sequence: (
-                step_pb2.SequenceState.Name(state).removeprefix("SEQUENCE_STATE_"),
-                step_pb2.StateReason.Name(reason).removeprefix("STATE_REASON_"),
+                _name(step_pb2.SequenceState, state),
+                _name(step_pb2.StateReason, reason),
             )
             for sequence, state, reason in zip(
                 ids(changes.sequence_ids), numbers(changes.states), numbers(changes.reasons), strict=True
@@ -229,14 +229,14 @@ class WireEngine:
         """Cached tokens and hit reason of each sequence admitted in the last result."""
         found = self.result.admitted
         return {
-            sequence: (cached, types_pb2.HitReason.Name(reason).removeprefix("HIT_REASON_"))
+            sequence: (cached, _name(types_pb2.HitReason, reason))
             for sequence, cached, reason in zip(
                 ids(found.sequence_ids), numbers(found.cached_tokens), numbers(found.hit_reasons), strict=True
             )
         }
 
 
-def core_step(step: step_pb2.Step) -> SimpleNamespace:
+def core_step(step: Any) -> SimpleNamespace:
     """A step as the oracle reads it."""
 
     def operation(name: str, *fields: str) -> SimpleNamespace | None:
@@ -325,8 +325,7 @@ def core_result(result: step_pb2.StepResult, session_id: int) -> SimpleNamespace
 
 
 def _name(enum: Any, number: int) -> str:
-    prefixes = ("SEQUENCE_STATE_", "STEP_OPERATION_")
     name: str = enum.Name(number)
-    for prefix in prefixes:
+    for prefix in ("SEQUENCE_STATE_", "STATE_REASON_", "HIT_REASON_", "STEP_OPERATION_"):
         name = name.removeprefix(prefix)
     return name

@@ -101,9 +101,13 @@ def test_content_and_adapters_separate_prefixes(rig: MakeRig) -> None:
     engine.step(admit=admit(new_sequence(A, range(40), content=[image])))
     engine.step(commit=commit((A, 40)))
     engine.settle()
-    for row, (options, hit) in enumerate(
-        [({"content": [image]}, 32), ({"content": [other]}, 16), ({}, 16), ({"adapters": [adapter]}, 16)], start=1
-    ):
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"content": [image]}, 32),
+        ({"content": [other]}, 16),
+        ({}, 16),
+        ({"adapters": [adapter]}, 16),
+    ]
+    for row, (options, hit) in enumerate(cases, start=1):
         engine.step(admit=admit(new_sequence(sequence_id(row), range(40), **options)))
         assert engine.admitted()[sequence_id(row)][0] == hit
 
@@ -235,8 +239,8 @@ def test_forks_share_blocks_and_copy_the_tail(rig: MakeRig) -> None:
 def test_sessions_are_opened_for_the_pool_they_name(rig: MakeRig) -> None:
     """Identity, features, limits, modes: each refused as what it is."""
     made = rig()
-    good = {"pool_id": "default", "model": model_message(), "mode": types_pb2.SESSION_MODE_ATTACHED}
-    for changes, kind in [
+    good: dict[str, Any] = {"pool_id": "default", "model": model_message(), "mode": types_pb2.SESSION_MODE_ATTACHED}
+    cases: list[tuple[dict[str, Any], type[errors.KvplaneError]]] = [
         ({"pool_id": "other"}, errors.NotFoundError),
         ({"model": model_message(weights="w2")}, errors.IdentityMismatchError),
         ({"mode": 0}, errors.InvalidArgumentError),
@@ -244,12 +248,13 @@ def test_sessions_are_opened_for_the_pool_they_name(rig: MakeRig) -> None:
         ({"required_features": ["time_travel"]}, errors.UnsupportedFeatureError),
         ({"resume_token": b"x"}, errors.SessionExpiredError),
         ({"engine_name": "n" * 300}, errors.InvalidArgumentError),
-    ]:
+    ]
+    for changes, kind in cases:
         with pytest.raises(errors.KvplaneError) as refused:
-            made.control.open_session(cache_pb2.OpenSessionRequest(**(good | changes)))  # type: ignore[arg-type]
+            made.control.open_session(cache_pb2.OpenSessionRequest(**(good | changes)))
         assert type(refused.value) is kind, changes
     with pytest.raises(errors.IdentityMismatchError) as mismatch:
-        made.control.open_session(cache_pb2.OpenSessionRequest(**(good | {"model": model_message(weights="w2")})))  # type: ignore[arg-type]
+        made.control.open_session(cache_pb2.OpenSessionRequest(**(good | {"model": model_message(weights="w2")})))
     assert mismatch.value.metadata == {"field": "model.weights_revision", "pool": "w1", "caller": "w2"}
 
 

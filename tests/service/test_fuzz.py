@@ -17,7 +17,7 @@ from kvplane.wire.errors import Code, KvplaneError
 from kvplane.wire.status import from_rpc_error, from_status
 from wire_engine import A, WireEngine, admit, commit, new_sequence
 
-CALLS = {
+CALLS: dict[str, Any] = {
     "open_session": cache_pb2.OpenSessionRequest,
     "heartbeat": cache_pb2.HeartbeatRequest,
     "close_session": cache_pb2.CloseSessionRequest,

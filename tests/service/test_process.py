@@ -30,7 +30,8 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 def health_of(channel: grpc.Channel, service: str) -> int:
     """Health status of a service."""
     request = health_pb2.HealthCheckRequest(service=service)
-    return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return int(stub.Check(request, timeout=5).status)
 
 
 def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_reflection_lists_the_services(service: Callable[..., Any]) -> None:
     """A generic client finds the contract."""
     running, _ = service(num_shards=0)
     with connect(running.address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (response,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
     names = {each.name for each in response.list_services_response.service}

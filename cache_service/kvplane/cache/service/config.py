@@ -37,25 +37,31 @@ class CacheConfig(BaseSettings):
         default_factory=lambda: [cache_address()],
         description="addresses to listen on: unix:/path, or host:port",
     )
-    tls_certificate: Path | None = Field(None, description="PEM certificate of this server, for TCP")
-    tls_key: Path | None = Field(None, description="PEM key of this server")
-    tls_client_ca: Path | None = Field(None, description="PEM authorities whose clients are accepted (mutual TLS)")
-    insecure: bool = Field(False, description="allow TCP without TLS beyond loopback")
-    metrics_address: str = Field("127.0.0.1:9464", description="host:port of the Prometheus endpoint; empty: none")
-    log_format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal")
+    tls_certificate: Path | None = Field(default=None, description="PEM certificate of this server, for TCP")
+    tls_key: Path | None = Field(default=None, description="PEM key of this server")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM authorities whose clients are accepted (mutual TLS)"
+    )
+    insecure: bool = Field(default=False, description="allow TCP without TLS beyond loopback")
+    metrics_address: str = Field(
+        default="127.0.0.1:9464", description="host:port of the Prometheus endpoint; empty: none"
+    )
+    log_format: Literal["auto", "json", "console"] = Field(default="auto", description="auto: console on a terminal")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    reflection: bool = Field(True, description="serve the protos by reflection")
+    reflection: bool = Field(default=True, description="serve the protos by reflection")
 
-    max_sessions: int = Field(1024, ge=1, le=65_536, description="open sessions")
-    max_sequences: int = Field(4096, ge=1, le=1 << 20, description="sequences of one session at the same time")
-    max_prompt_tokens: int = Field(PROMPT_TOKENS, ge=1, le=1 << 30, description="tokens of one sequence")
-    max_namespaces: int = Field(1024, ge=1, le=1 << 20, description="namespaces of one pool")
+    max_sessions: int = Field(default=1024, ge=1, le=65_536, description="open sessions")
+    max_sequences: int = Field(default=4096, ge=1, le=1 << 20, description="sequences of one session at the same time")
+    max_prompt_tokens: int = Field(default=PROMPT_TOKENS, ge=1, le=1 << 30, description="tokens of one sequence")
+    max_namespaces: int = Field(default=1024, ge=1, le=1 << 20, description="namespaces of one pool")
     prefix_caching: bool = True
-    watermark: float = Field(0.02, ge=0, lt=1, description="share of a pool that an admission leaves free")
-    seal_interval_seconds: float = Field(0.005, ge=0, le=1, description="least time between two batches of seals")
-    shard_ttl_seconds: float = Field(10.0, ge=1, le=300, description="silence after which a shard is lost")
-    drain_seconds: float = Field(5.0, ge=0, le=300, description="time that running calls get at shutdown")
-    tenant_secret: Path | None = Field(None, description="file whose bytes the tenants' salts are derived from")
+    watermark: float = Field(default=0.02, ge=0, lt=1, description="share of a pool that an admission leaves free")
+    seal_interval_seconds: float = Field(
+        default=0.005, ge=0, le=1, description="least time between two batches of seals"
+    )
+    shard_ttl_seconds: float = Field(default=10.0, ge=1, le=300, description="silence after which a shard is lost")
+    drain_seconds: float = Field(default=5.0, ge=0, le=300, description="time that running calls get at shutdown")
+    tenant_secret: Path | None = Field(default=None, description="file whose bytes the tenants' salts are derived from")
 
     @model_validator(mode="after")
     def _check_transport(self) -> "CacheConfig":
