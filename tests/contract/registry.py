@@ -1,7 +1,7 @@
 """For every RPC of the contract: who implements it, or that nobody does yet.
 
 `servicer`, `client` and `twin` are `module:Class.method`. The twin is the same call without a socket; RPCs of
-compute services have none.
+compute services have none. A client of None says that nobody of ours calls the RPC yet.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class Built:
     """An RPC that works."""
 
     servicer: str
-    client: str
+    client: str | None
     twin: str | None = None
 
 
@@ -85,7 +85,7 @@ RPCS: dict[str, Built | NotBuilt] = {
     "kvplane.v1.ComputeService/GetShard": NOT_BUILT,
     "kvplane.v1.ComputeService/ReadBlocks": NOT_BUILT,
     "kvplane.v1.ComputeService/WriteBlocks": NOT_BUILT,
-    "kvplane.v1.PoolRegistryService/Control": NOT_BUILT,
+    "kvplane.v1.PoolRegistryService/Control": Built("kvplane.cache.service.servicers:RegistryServicer.Control", None),
     "kvplane.v1.PoolRegistryService/Inventory": NOT_BUILT,
-    "kvplane.v1.PoolRegistryService/Register": NOT_BUILT,
+    "kvplane.v1.PoolRegistryService/Register": Built("kvplane.cache.service.servicers:RegistryServicer.Register", None),
 }

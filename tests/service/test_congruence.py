@@ -253,8 +253,9 @@ def test_sessions_are_opened_for_the_pool_they_name(rig: MakeRig) -> None:
         with pytest.raises(errors.KvplaneError) as refused:
             made.control.open_session(cache_pb2.OpenSessionRequest(**(good | changes)))
         assert type(refused.value) is kind, changes
+    other: dict[str, Any] = good | {"model": model_message(weights="w2")}
     with pytest.raises(errors.IdentityMismatchError) as mismatch:
-        made.control.open_session(cache_pb2.OpenSessionRequest(**(good | {"model": model_message(weights="w2")})))
+        made.control.open_session(cache_pb2.OpenSessionRequest(**other))
     assert mismatch.value.metadata == {"field": "model.weights_revision", "pool": "w1", "caller": "w2"}
 
 
