@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U32
+from kvplane.cache.core.arrays import I64
 from kvplane.cache.core.growth import preempt
 from kvplane.cache.core.results import Copy, Reason, SequenceState
 from kvplane.cache.core.sequences import Sequence, Status
@@ -87,7 +87,7 @@ def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -
 
 
 def _copy(
-    state: PoolState, context: StepContext, child: Sequence, pinned: U32, destination: int, num_slots: int
+    state: PoolState, context: StepContext, child: Sequence, pinned: I64, destination: int, num_slots: int
 ) -> None:
     """Pin the source, and with it all before it: a pinned block keeps its ancestors as a holder does (I4)."""
     state.pool.hold(pinned)

@@ -73,7 +73,7 @@ def _check_states(state: PoolState) -> None:
 
 def _check_index(state: PoolState) -> None:
     columns, index = state.columns, state.pool.index
-    indexed = np.flatnonzero(columns.indexed)[1:].astype(np.uint32)
+    indexed = np.flatnonzero(columns.indexed)[1:]
     _require(
         index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block"
     )

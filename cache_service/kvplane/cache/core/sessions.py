@@ -33,6 +33,8 @@ class Session:
     """`layout` at which `decode_ids` was last found to name running sequences, each once."""
     decode_ids: bytes = b""
     decode_rows: I64 = field(default_factory=NO_I64.copy)
+    """Rows of `decode_ids` in the session's window, and in the columns."""
+    decode_absolute: I64 = field(default_factory=NO_I64.copy)
 
     def renew(self, now: float) -> None:
         """A message arrived: only messages renew a lease (I8)."""

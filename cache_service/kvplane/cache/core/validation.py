@@ -157,6 +157,7 @@ class StepCheck:
             rows = self._rows(operation.sequence_ids, field_name)
             if len(rows) == np.count_nonzero(self._status[rows] == Status.RUNNING):
                 session.decode_layout, session.decode_ids, session.decode_rows = session.layout, packed, rows
+                session.decode_absolute = rows + self._first_row
         if not len(tokens) == len(committed) == len(num_slots) == len(rows):
             for name in ("tokens", "num_committed", "num_slots"):
                 self._same_length(f"advance.{name}", getattr(operation, name), rows)
@@ -179,7 +180,7 @@ class StepCheck:
         if np.count_nonzero(bad):
             # The token observed here may be committed here as well, which the quick test does not allow for.
             self._between(committed, was_committed, np.minimum(known + _ONE, cover), "advance.num_committed")
-        absolute = rows + self._first_row
+        absolute = session.decode_absolute if rows is session.decode_rows else rows + self._first_row
         tight = (known >= self._state.rows.room[absolute]).nonzero()[0]
         if len(tight):
             self._at_most(known + _ONE, self._state.config.max_sequence_tokens, "advance.tokens")
