@@ -70,7 +70,6 @@ class Admissions:
             priority=admit.priority,
             arrival=state.arrivals if admit.arrival_rank is None else admit.arrival_rank,
             ranked=ranked,
-            prompt_tokens=len(admit.tokens) // 4,
             chain=admit.chain or state.namespaces.chain(admit.namespace_id),
             tokens=admit.tokens,
         )
@@ -80,6 +79,8 @@ class Admissions:
         state = self._state
         if not state.ready:
             return Reason.POOL_NOT_READY
+        if self._context.session.deferred.awaits(sequence.sequence_id):
+            return Reason.NOT_DRAINED
         caching = state.config.prefix_caching and (sequence.read_cache or sequence.write_cache)
         if caching:
             # Also when the limits refuse it: a refused sequence is known and hashed.

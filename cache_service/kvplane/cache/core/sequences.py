@@ -47,7 +47,6 @@ class Sequence:
     arrival: int
     ranked: bool
     """The client gave `arrival`; otherwise it counts first namings."""
-    prompt_tokens: int
     chain: Chain
     tokens: bytes = b""
     """Known tokens, packed u32, while not running."""

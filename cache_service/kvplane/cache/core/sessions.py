@@ -23,8 +23,6 @@ class Session:
     expires_at: float
     deferred: DeferredReleases
     ledger: StepLedger[StepResult] = field(default_factory=StepLedger)
-    last_step: int = 0
-    """Newest step applied."""
     ended: bool = False
     """The lease is over; its references stay deferred until every shard has seen it gone."""
     layout: int = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvplane.cache.core.arrays import I64, NO_I64, NO_U32, U32
-from kvplane.cache.core.forks import check_copy
+from kvplane.cache.core.forks import check_copy, owner_of_copy
 from kvplane.cache.core.requests import Admit, Advance, Finish, Lengths, Observe, Step
 from kvplane.cache.core.results import Operation
 from kvplane.cache.core.row_checks import RowChecks
@@ -74,10 +74,10 @@ class StepCheck(RowChecks):
         if lost or step.forks or changing != (None,) * 4:
             self._copy()
         for op_id in lost:
-            owner = self._state.copies[op_id]
-            if self._ids[owner.row - self._base] == owner.sequence_id:
-                self._status[owner.row - self._base] = Status.PREEMPTED
-                self._told[owner.row - self._base] = step.step_id
+            row = owner_of_copy(self._state, op_id)
+            if row is not None:
+                self._status[row - self._base] = Status.PREEMPTED
+                self._told[row - self._base] = step.step_id
         if step.observe is not None:
             self._check_observe(step.observe)
         if step.advance is not None:
