@@ -143,9 +143,7 @@ class BlockPool:
         columns.digest[block_ids] = digests
         columns.depth[block_ids] = depths
         columns.namespace[block_ids] = namespace_ids
-        index.build(block_ids)
-        kept = index.find_all(digests) == block_ids
-        index.remove(block_ids[~kept])
+        kept = index.build(block_ids)
         parents = np.zeros(len(block_ids), np.int64)
         if prefix_closed:
             inner = depths > 0

@@ -7,7 +7,7 @@ need four times the memory, an object per block, and a pause of a tenth of a sec
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, U8, U32, U64
+from kvplane.cache.core.arrays import I64, U8, U32, U64, Bools
 from kvplane.wire.identity import DIGEST_BYTES
 
 _WORDS = DIGEST_BYTES // 8
@@ -59,10 +59,19 @@ class PrefixIndex:
         """Canonical block of each row of `digests` [n, 32], 0 where it is not published."""
         wanted: U64 = digests.view(np.uint64)
         blocks = self._heads[self._buckets(wanted[:, 0])].astype(np.int64)
-        other = np.flatnonzero((self._words[blocks] != wanted).any(axis=1) & (blocks != 0))
+        other = np.flatnonzero((self._prefix[blocks] != wanted[:, 0]) & (blocks != 0))
         while len(other):
             blocks[other] = rest = self._next[blocks[other]].astype(np.int64)
-            other = other[(self._words[rest] != wanted[other]).any(axis=1) & (rest != 0)]
+            other = other[(self._prefix[rest] != wanted[other, 0]) & (rest != 0)]
+        found = blocks.nonzero()[0]
+        if len(found) == len(blocks):
+            same = self._words[blocks] == wanted
+        else:
+            same = self._words[blocks[found]] == wanted[found]
+        if not same.all():
+            # Eight equal bytes and another digest: somebody searched for it. Look closely.
+            for index in found[~same.all(axis=1)].tolist():
+                blocks[index] = self.find(digests[index].tobytes())
         return blocks
 
     def longest_prefix(self, digests: bytes, limit: int) -> int:
@@ -102,17 +111,23 @@ class PrefixIndex:
             return self._insert_behind(block_ids, buckets, lost)
         return True
 
-    def build(self, block_ids: I64) -> None:
-        """Index many blocks at once; the caller knows that their digests differ and are new."""
+    def build(self, block_ids: I64) -> Bools:
+        """Index many blocks whose digests are not known; False where one repeats another of them."""
         prefixes = self._words[block_ids, 0]
         self._prefix[block_ids] = prefixes
         buckets = self._buckets(prefixes)
-        while len(block_ids):
-            self._next[block_ids] = self._heads[buckets]
-            self._heads[buckets] = block_ids
+        left, at = block_ids, buckets
+        while len(left):
+            self._next[left] = self._heads[at]
+            self._heads[at] = left
             # Of blocks that share a bucket the last one won; the others go on top of it in the next round.
-            rest = self._heads[buckets] != block_ids
-            block_ids, buckets = block_ids[rest], buckets[rest]
+            lost = (self._heads[at] != left).nonzero()[0]
+            left, at = left[lost], at[lost]
+        kept = np.ones(len(block_ids), np.bool_)
+        shared = ((self._heads[buckets] != block_ids) | (self._next[block_ids] != 0)).nonzero()[0]
+        kept[shared] = self.find_all(self._digest[block_ids[shared]]) == block_ids[shared]
+        self.remove(block_ids[~kept])
+        return kept
 
     def remove(self, block_ids: I64, *, remember: bool = False) -> None:
         """Forget indexed blocks; `remember` keeps a trace of their digests for `was_evicted`."""

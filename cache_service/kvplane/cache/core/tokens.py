@@ -8,6 +8,7 @@ from kvplane.cache.core.sequences import Status
 from kvplane.cache.core.state import PoolState, StepContext
 from kvplane.wire.digests import extend_each
 
+_ZERO = np.int64(0)
 _ONE = np.int64(1)
 _NULL = np.uint32(0)
 
@@ -112,7 +113,7 @@ def _fill_next(state: PoolState, rows: I64, blocks: I64) -> None:
     columns.hashed[rows] = blocks + _ONE
     tables = columns.extents.tables
     # Entry 0 of a table has no predecessor: the null block stands for the root.
-    previous = np.where(blocks > 0, tables[entries - _ONE], _NULL).astype(np.int64)
+    previous = np.where(blocks > _ZERO, tables[entries - _ONE], _NULL).astype(np.int64)
     state.sealing.fill(
         tables[entries].astype(np.int64),
         previous,
