@@ -150,11 +150,11 @@ def evict(runs: int, seed: int) -> tuple[list[int], list[int]]:
     prompts, tokens = 64, 2048
     engine = Engine(prompts * tokens // BLOCK + 1, 4)
     allocated, published = [], []
+    gc.collect()
     for run in range(prompts + runs):
         sequence = np.array([(run + 1) << 32], np.uint64)
         prompt = random_tokens(tokens, seed + run).tobytes()
         chain = engine.core.hash_prompt(0, prompt)
-        gc.collect()
         took = engine.step(admit=(Admit(int(sequence[0]), prompt, chain=chain),))
         both = took + engine.step(commit=Lengths(sequence, np.array([tokens], np.uint32))) + engine.settle()
         if run >= prompts:

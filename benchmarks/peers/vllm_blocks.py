@@ -135,9 +135,9 @@ def evict(runs, seed):
     prompts, tokens = 64, 2048
     blocks = manager(prompts * tokens // BLOCK + 1)
     samples = []
+    gc.collect()
     for run in range(prompts + runs):
         each = request(random_tokens(tokens, seed + run))
-        gc.collect()
         start = now()
         got = blocks.allocate_slots(each, tokens)
         took = now() - start

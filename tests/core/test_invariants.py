@@ -432,6 +432,9 @@ def test_i9_a_victim_of_another_session_keeps_its_blocks_until_it_has_drained() 
     result = other.step(extend=Lengths(u64(victim), u32(81)))
     assert [each.sequence_id for each in result.skipped] == [victim]
     assert core.statistics().quarantined == 5
+    assert other.ask_again(victim) is None
+    assert other.result is not None
+    assert other.result.states[-1].reason == Reason.NOT_DRAINED
     other.step(drained=(victim,))
     assert core.statistics().quarantined == 0
     result = mine.step(extend=Lengths(u64(first), u32(81)))

@@ -144,7 +144,8 @@ class Pool(RuleBasedStateMachine):
         tokens = [prefix] * shared + data.draw(st.lists(st.integers(0, 1), min_size=own, max_size=own))
         tokens = tokens[: (self.config.num_blocks - 1) * SIZE] or [1]
         sequence = client.new_id()
-        asks = [Admit(waiting, num_slots=chunk) for waiting in sorted(client.waiting)]
+        asked = client.waiting | (client.revoked & set(client.rows.values()))
+        asks = [Admit(waiting, num_slots=chunk) for waiting in sorted(asked)]
         if sequence is not None:
             client.waiting.add(sequence)
             asks.append(Admit(sequence, pack(tokens), 0, chunk, read_cache=read, write_cache=write))
@@ -312,7 +313,7 @@ class Pool(RuleBasedStateMachine):
         self.core.acknowledge_seals(seal_id, None if everything else np.array(sealed))
         self.oracle.seals_acknowledged(seal_id, sealed)
 
-    @rule(rarely=st.integers(0, 7))
+    @rule(rarely=st.integers(0, 3))
     def reset(self, rarely: int) -> None:
         if rarely:
             return

@@ -248,8 +248,10 @@ class CacheCore:
         state.sealing.resets += 1
         columns, rows = state.columns, state.rows
         # Block 0 counts as indexed, and is nobody's.
-        affected = columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
-        ids = np.flatnonzero(affected)[1 if affected[0] else 0 :].astype(np.uint32)
+        affected = (
+            columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
+        )
+        ids = np.flatnonzero(affected)[1 if affected[0] else 0 :]
         state.pool.unindex(ids)
         for row in np.flatnonzero(rows.status != Status.FREE).tolist():
             if namespace_id is None or rows.namespace[row] == namespace_id:
@@ -275,7 +277,7 @@ class CacheCore:
         are missing are left out (I4): their blocks are free. Returns how many blocks are cached now.
         """
         return self._state.pool.restore(
-            block_ids,
+            block_ids.astype(np.int64),
             generations,
             digests,
             parent_digests,

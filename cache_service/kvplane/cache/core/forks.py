@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U32
+from kvplane.cache.core.arrays import I64
 from kvplane.cache.core.growth import preempt
 from kvplane.cache.core.results import Copy, Reason, SequenceState
 from kvplane.cache.core.sequences import Sequence, Status
@@ -32,7 +32,6 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
         priority=parent.priority,
         arrival=parent.arrival if parent.ranked else state.arrivals,
         ranked=parent.ranked,
-        prompt_tokens=parent.prompt_tokens,
         chain=parent.chain,
         tokens=columns.token_bytes(parent_row) if running else parent.tokens,
     )
@@ -64,17 +63,21 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
 
 def acknowledge_copy(state: PoolState, context: StepContext, op_id: int, succeeded: bool) -> None:
     """Unpin the source. A failed copy leaves its owner without valid bytes: it computes them again."""
-    pending = state.copies.pop(op_id)
-    state.pool.release(pending.pinned)
-    row = pending.row
-    if state.rows.ids[row] != pending.sequence_id:
+    row = owner_of_copy(state, op_id)
+    state.pool.release(state.copies.pop(op_id).pinned)
+    if row is None:
         return
-    sequence = state.rows.record(row)
-    if op_id not in sequence.copies:
-        return
-    sequence.copies.discard(op_id)
+    state.rows.record(row).copies.discard(op_id)
     if not succeeded:
         preempt(state, context, row, row, 0, Reason.COPY_FAILED, 1)
+
+
+def owner_of_copy(state: PoolState, op_id: int) -> int | None:
+    """Row of the sequence that still relies on a copy under way; None when it ended or lost its blocks."""
+    pending = state.copies[op_id]
+    if state.rows.ids[pending.row] != pending.sequence_id:
+        return None
+    return pending.row if op_id in state.rows.record(pending.row).copies else None
 
 
 def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -> None:
@@ -85,7 +88,7 @@ def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -
 
 
 def _copy(
-    state: PoolState, context: StepContext, child: Sequence, pinned: U32, destination: int, num_slots: int
+    state: PoolState, context: StepContext, child: Sequence, pinned: I64, destination: int, num_slots: int
 ) -> None:
     """Pin the source, and with it all before it: a pinned block keeps its ancestors as a holder does (I4)."""
     state.pool.hold(pinned)

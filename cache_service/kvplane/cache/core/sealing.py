@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U32, U64, Bools
+from kvplane.cache.core.arrays import I64, U32, U64, Bools
 from kvplane.cache.core.blocks import BlockPool
 from kvplane.cache.core.chains import Namespaces
 from kvplane.cache.core.sequences import Sequence
@@ -39,9 +39,9 @@ class SealBatch:
 class _Filled:
     """Blocks that one commit filled, or several put together, in chain order per sequence."""
 
-    block_ids: U32
+    block_ids: I64
     generations: U64
-    previous: U32
+    previous: I64
     """Predecessor of each in its table, 0 at the root."""
     previous_generations: U64
     digests: bytes
@@ -88,8 +88,8 @@ class Sealing:
 
     def fill(
         self,
-        block_ids: U32,
-        previous: U32,
+        block_ids: I64,
+        previous: I64,
         digests: bytes,
         parent_digests: bytes,
         depths: U32,
@@ -132,7 +132,7 @@ class Sealing:
         return SealBatch(
             self._last_id,
             0,
-            filled.block_ids,
+            filled.block_ids.astype(np.uint32),
             filled.generations,
             filled.digests,
             filled.parent_digests,
@@ -159,7 +159,7 @@ class Sealing:
         self._pool.release(batch.block_ids[::-1])
         return batch.prompts
 
-    def pinned(self) -> list[U32]:
+    def pinned(self) -> list[I64]:
         """Blocks pinned by sealing, once per pin."""
         return [part.block_ids for part in (*self._filled, *self._under_way.values())]
 
@@ -209,14 +209,14 @@ class Sealing:
         canonical = pool.index.find(digest)
         if canonical:
             pool.spares[block] = canonical
-            pool.hold(np.array([canonical], np.uint32))
+            pool.hold(np.array([canonical]))
             return
         columns.digest[block] = np.frombuffer(digest, np.uint8)
         columns.depth[block], columns.namespace[block] = depth, namespace
         columns.parent[block] = parent
         columns.children[parent] += _ONE
         columns.indexed[block] = True
-        pool.index.build(np.array([block], np.uint32))
+        pool.index.build(np.array([block]))
 
     def _holds_parent(self, batch: _Filled, index: int, parent: int) -> bool:
         """Whether nobody can hold the block without holding its canonical parent, itself or through a spare.

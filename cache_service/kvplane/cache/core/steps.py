@@ -22,7 +22,6 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
     checked = StepCheck(state, session, step).run()
     context = StepContext(session, step.step_id, now)
     state.tick += 1
-    session.last_step = step.step_id
     for operation, sequence_ids in checked.skipped:
         context.skip(operation, sequence_ids)
 
