@@ -31,8 +31,7 @@ def test_each_of_many_blocks_follows_its_own_parent(rows: int, block_tokens: int
     parents = source.integers(0, 256, (rows, 32), dtype=np.uint8)
     blocks = source.integers(0, 256, (rows, 4 * block_tokens), dtype=np.uint8)
     expected = [
-        block_digest(Digest(parent.tobytes()), block.tobytes())
-        for parent, block in zip(parents, blocks, strict=True)
+        block_digest(Digest(parent.tobytes()), block.tobytes()) for parent, block in zip(parents, blocks, strict=True)
     ]
     assert extend_each(parents, blocks, block_tokens) == expected
 

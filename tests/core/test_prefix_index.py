@@ -52,9 +52,7 @@ def test_it_finds_what_a_dictionary_finds(events: list[tuple[str, list[int]]]) -
         everything = [digest(key) for key in range(41)]
         expected = [known.get(each, 0) for each in everything]
         assert [index.find(each) for each in everything] == expected
-        assert (
-            index.find_all(np.frombuffer(b"".join(everything), np.uint8).reshape(-1, 32)).tolist() == expected
-        )
+        assert index.find_all(np.frombuffer(b"".join(everything), np.uint8).reshape(-1, 32)).tolist() == expected
 
 
 @given(st.integers(0, 40), st.integers(0, 40))

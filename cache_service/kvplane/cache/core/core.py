@@ -248,9 +248,7 @@ class CacheCore:
         state.sealing.resets += 1
         columns, rows = state.columns, state.rows
         # Block 0 counts as indexed, and is nobody's.
-        affected = (
-            columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
-        )
+        affected = columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
         ids = np.flatnonzero(affected)[1 if affected[0] else 0 :]
         state.pool.unindex(ids)
         for row in np.flatnonzero(rows.status != Status.FREE).tolist():

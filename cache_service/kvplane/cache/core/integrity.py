@@ -72,9 +72,7 @@ def _check_states(state: PoolState) -> None:
 def _check_index(state: PoolState) -> None:
     columns, index = state.columns, state.pool.index
     indexed = np.flatnonzero(columns.indexed)[1:]
-    _require(
-        index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block"
-    )
+    _require(index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block")
     _require(len(index) == len(indexed), "I4: the index holds a block that is not published")
     children = Counter(columns.parent[indexed].tolist())
     for block in indexed.tolist():

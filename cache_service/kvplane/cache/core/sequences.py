@@ -152,9 +152,7 @@ class SequenceRows:
     def table(self, row: int, first: int = 0) -> I64:
         """Table entries from index `first` on; a copy."""
         base = int(self.base[row])
-        return self.extents.tables[base + first : base + int(self.cover[row]) // self._block_tokens].astype(
-            np.int64
-        )
+        return self.extents.tables[base + first : base + int(self.cover[row]) // self._block_tokens].astype(np.int64)
 
     def held(self, row: int) -> I64:
         """Blocks of the table, tail first, without nulls."""
@@ -183,9 +181,7 @@ class SequenceRows:
         self.namespace[row] = sequence.namespace_id
         self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
 
-    def start(
-        self, row: int, table: I64, tokens: U32, committed: int, first_real: int, publishes: bool
-    ) -> None:
+    def start(self, row: int, table: I64, tokens: U32, committed: int, first_real: int, publishes: bool) -> None:
         """Give a row its table and tokens and let it run."""
         size = self._block_tokens
         base, capacity = self.extents.allocate(max(len(table), -(-len(tokens) // size)) + 1)

@@ -40,17 +40,18 @@ _CORE_FIELDS = (
 """What the core calls otherwise than the wire."""
 
 
+def decode_advance(message: step_pb2.Step, completed_step: int) -> Step:
+    """A step of steady decode: nothing but `advance`, if that. Raises `InvalidArgumentError`."""
+    return Step(
+        step_id=message.step_id,
+        last_seen_step=message.last_seen_step,
+        completed_step=completed_step,
+        advance=_advance(message.advance) if message.HasField("advance") else None,
+    )
+
+
 def decode_step(message: step_pb2.Step, around: Surroundings) -> Step:
-    """The core's value of a step. Raises `InvalidArgumentError`, `UnsupportedFeatureError`."""
-    head = _advance(message.advance) if message.HasField("advance") else None
-    if not _has_more(message):
-        return Step(
-            step_id=message.step_id,
-            last_seen_step=message.last_seen_step,
-            completed_step=around.completed_step,
-            drained=around.drained,
-            advance=head,
-        )
+    """Any step. Raises `InvalidArgumentError`, `UnsupportedFeatureError`."""
     admits, max_sequences, token_budget = _admit(message, around)
     return Step(
         step_id=message.step_id,
@@ -64,7 +65,7 @@ def decode_step(message: step_pb2.Step, around: Surroundings) -> Step:
         forks=tuple(_fork(index, fork) for index, fork in enumerate(message.forks)),
         finish=_finish(message.finish) if message.HasField("finish") else None,
         extend=_extend(message.extend) if message.HasField("extend") else None,
-        advance=head,
+        advance=_advance(message.advance) if message.HasField("advance") else None,
         admit=admits,
         max_admissions=max_sequences,
         max_admitted_tokens=token_budget,
@@ -83,8 +84,8 @@ def wire_fields(error: InvalidArgumentError) -> InvalidArgumentError:
     return InvalidArgumentError(message, metadata=error.metadata, violations=tuple(violations))
 
 
-def _has_more(message: step_pb2.Step) -> bool:
-    """Whether a step has anything besides an advance: the fast path of steady decode."""
+def has_more(message: step_pb2.Step) -> bool:
+    """Whether a step has operations besides `advance`."""
     has = message.HasField
     return bool(
         has("admit")

@@ -43,7 +43,6 @@ _REASONS = {
     Reason.PARENT_NOT_RUNNING: step_pb2.STATE_REASON_PARENT_NOT_RUNNING,
     Reason.COPY_FAILED: step_pb2.STATE_REASON_TRANSFER_FAILED,
     Reason.FINISHED_BY_CLIENT: step_pb2.STATE_REASON_FINISHED,
-    Reason.SESSION_ENDED: step_pb2.STATE_REASON_SESSION_ENDED,
 }
 
 _HIT_REASONS = {
@@ -67,14 +66,14 @@ _OPERATIONS = {
 }
 
 
-def encode_result(result: StepResult, session_id: int, published_step: int) -> step_pb2.StepResult:
-    """The answer to an applied step. Victims of other sessions are left out: they get notices."""
-    message = step_pb2.StepResult(
-        step_id=result.step_id,
-        table_deltas=[encode_table(tables) for tables in result.tables],
-        published_step=published_step,
-        stats=encode_statistics(result.statistics),
-    )
+def encode_result(message: step_pb2.StepResult, result: StepResult, session_id: int, published_step: int) -> None:
+    """Write the answer to an applied step into `message`: in place, since every nested message that is passed to a
+    constructor is copied. Victims of other sessions are left out: they get notices."""
+    message.step_id = result.step_id
+    message.published_step = published_step
+    for tables in result.tables:
+        _table(message.table_deltas.add(), tables)
+    write_statistics(message.stats, result.statistics)
     if result.admissions:
         message.admitted.CopyFrom(_admitted(result.admissions))
     if result.states:
@@ -86,38 +85,30 @@ def encode_result(result: StepResult, session_id: int, published_step: int) -> s
     if result.preemptions:
         own = [each for each in result.preemptions if each.session_id == session_id]
         message.preemptions.extend(encode_preemption(each, with_beneficiary=True) for each in own)
-    return message
 
 
-def encode_table(tables: TableDeltas) -> types_pb2.TableDelta:
-    """Changes of block tables in one group."""
-    return types_pb2.TableDelta(
-        blocks=types_pb2.BlockList(
-            group=int(tables.groups[0]) if len(tables) else 0,
-            block_ids=tables.block_ids.tobytes(),
-            generations=tables.generations.tobytes(),
-        ),
-        sequence_ids=tables.sequence_ids.tobytes(),
-        starts=tables.starts.tobytes(),
-        counts=tables.counts.tobytes(),
-    )
+def _table(message: types_pb2.TableDelta, tables: TableDeltas) -> None:
+    blocks = message.blocks
+    if len(tables) and tables.groups[0]:
+        blocks.group = int(tables.groups[0])
+    blocks.block_ids = tables.block_ids.tobytes()
+    blocks.generations = tables.generations.tobytes()
+    message.sequence_ids = tables.sequence_ids.tobytes()
+    message.starts = tables.starts.tobytes()
+    message.counts = tables.counts.tobytes()
 
 
-def encode_statistics(statistics: PoolStatistics, running: int = 0, waiting: int = 0) -> types_pb2.PoolStats:
-    """One line of counters."""
-    return types_pb2.PoolStats(
-        free_blocks=statistics.free,
-        cached_blocks=statistics.cached,
-        held_blocks=statistics.held,
-        quarantined_blocks=statistics.quarantined,
-        reserved_blocks=statistics.reserved,
-        running_sequences=running,
-        waiting_sequences=waiting,
-        query_tokens=statistics.query_tokens,
-        hit_tokens=statistics.hit_tokens,
-        evicted_blocks=statistics.evicted_blocks,
-        preemptions=statistics.preemptions,
-    )
+def write_statistics(message: types_pb2.PoolStats, statistics: PoolStatistics) -> None:
+    """Write one line of counters into `message`."""
+    message.free_blocks = statistics.free
+    message.cached_blocks = statistics.cached
+    message.held_blocks = statistics.held
+    message.quarantined_blocks = statistics.quarantined
+    message.reserved_blocks = statistics.reserved
+    message.query_tokens = statistics.query_tokens
+    message.hit_tokens = statistics.hit_tokens
+    message.evicted_blocks = statistics.evicted_blocks
+    message.preemptions = statistics.preemptions
 
 
 def encode_preemption(preemption: Preemption, *, with_beneficiary: bool) -> step_pb2.Preemption:

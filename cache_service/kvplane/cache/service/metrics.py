@@ -1,13 +1,13 @@
 """Prometheus metrics: counters at the edge, gauges read from the pools when they are scraped."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from time import perf_counter
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvplane.cache.core import Preemption
@@ -19,18 +19,27 @@ if TYPE_CHECKING:
 _STEP_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25)
 
 
-class StepTimer:
-    """Splits a step into parts."""
+class StepSeconds(Collector):
+    """A histogram of the parts of a step, kept as plain numbers: an observation is on the path of every step."""
 
-    def __init__(self, histograms: dict[str, Histogram]) -> None:
-        self._histograms = histograms
-        self._last = perf_counter()
+    PARTS = ("decode", "core", "encode")
 
-    def lap(self, part: str) -> None:
-        """A part is over."""
-        now = perf_counter()
-        self._histograms[part].observe(now - self._last)
-        self._last = now
+    def __init__(self) -> None:
+        self._counts = {part: [0] * (len(_STEP_BUCKETS) + 1) for part in self.PARTS}
+        self._sums = dict.fromkeys(self.PARTS, 0.0)
+
+    def observe(self, part: str, seconds: float) -> None:
+        """Count one part of one step."""
+        self._counts[part][bisect_left(_STEP_BUCKETS, seconds)] += 1
+        self._sums[part] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """One histogram, a label per part."""
+        family = HistogramMetricFamily("kvplane_step_seconds", "Time of a step in the service", labels=["part"])
+        bounds = [*(str(bound) for bound in _STEP_BUCKETS), "+Inf"]
+        for part, counts in self._counts.items():
+            family.add_metric([part], list(zip(bounds, accumulate(counts), strict=True)), self._sums[part])
+        yield family
 
 
 class Metrics:
@@ -38,14 +47,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        step_seconds = Histogram(
-            "kvplane_step_seconds",
-            "Time of a step in the service",
-            ["part"],
-            buckets=_STEP_BUCKETS,
-            registry=self.registry,
-        )
-        self._parts = {part: step_seconds.labels(part) for part in ("decode", "core", "encode")}
+        self.step_seconds = StepSeconds()
+        self.registry.register(self.step_seconds)
         self.rejected_steps = Counter(
             "kvplane_rejected_steps", "Steps that were refused", ["reason"], registry=self.registry
         )
@@ -57,11 +60,6 @@ class Metrics:
         self._preempted_tokens = Counter(
             "kvplane_preempted_tokens", "Tokens to compute again after preemptions", registry=self.registry
         )
-
-    @contextmanager
-    def step_timer(self) -> Iterator[StepTimer]:
-        """Times one step."""
-        yield StepTimer(self._parts)
 
     def preempted(self, preemption: Preemption) -> None:
         """Count a decision."""
@@ -131,7 +129,8 @@ class PoolCollector(Collector):
             waits = [each.core for each in pool.sessions.values()]
             deferred.add_metric([pool.pool_id], sum(each.deferred.coming for each in waits))
             lag.add_metric(
-                [pool.pool_id], max((each.last_step - each.deferred.completed_step for each in waits), default=0)
+                [pool.pool_id],
+                max((each.ledger.newest_step - each.deferred.completed_step for each in waits), default=0),
             )
             rows = core.state.rows
             for status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED):

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from itertools import groupby
+from time import perf_counter
 
 import numpy as np
 import structlog
 
-from kvplane.cache.core import CacheCore, Chain, CoreConfig, SealBatch, StepResult
+from kvplane.cache.core import CacheCore, Chain, CoreConfig, SealBatch, Step, StepResult
+from kvplane.cache.core.sequences import Status
 from kvplane.cache.service import identities
 from kvplane.cache.service.config import CacheConfig
-from kvplane.cache.service.decode import Surroundings, decode_step, wire_fields
-from kvplane.cache.service.encode import encode_preemption, encode_result, encode_statistics
+from kvplane.cache.service.decode import Surroundings, decode_advance, decode_step, has_more, wire_fields
+from kvplane.cache.service.encode import encode_preemption, encode_result, write_statistics
 from kvplane.cache.service.grants import grant_of
 from kvplane.cache.service.metrics import Metrics
 from kvplane.cache.service.sessions import EngineSession
@@ -20,12 +22,15 @@ from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
     PoolLostError,
+    SessionExpiredError,
     UnavailableError,
     UnsupportedFeatureError,
 )
 from kvplane.wire.status import to_status
 
 _log = structlog.get_logger(__name__)
+
+_WAITING = (Status.WAITING, Status.PREEMPTED)
 
 RETRY_SECONDS = 0.5
 """When asking a pool that is not open makes sense again."""
@@ -176,45 +181,47 @@ class HostedPool:
         core = self.core
         if core is None:
             raise PoolLostError(f"pool {self.pool_id} has no bytes any more")
-        with self._metrics.step_timer() as timer:
-            response = session.respond()
-            try:
-                step = decode_step(message, self._surroundings(session, message, chains))
-                timer.lap("decode")
-                result = core.step(session.session_id, step, now)
-                timer.lap("core")
-            except (InvalidArgumentError, UnsupportedFeatureError) as error:
-                return self._rejected(core, session, message, error, now)
-            except KvplaneError as error:
-                if error.default_reason == "SESSION_EXPIRED":
-                    raise
-                return self._rejected(core, session, message, error, now)
-            session.note_completed(message.completed_steps)
-            if message.acknowledged_revocations:
-                session.note_acknowledged(message.acknowledged_revocations)
-            session.confirm(message.last_seen_step, message.last_seen_notice)
+        started = perf_counter()
+        try:
+            step = self._decode(session, message, chains)
+            decoded = perf_counter()
+            result = core.step(session.session_id, step, now)
+        except KvplaneError as error:
+            if isinstance(error, SessionExpiredError):
+                raise
+            return self._rejected(core, session, message, error, now)
+        applied = perf_counter()
+        session.note_applied(message)
+        if result.preemptions:
             self._revoke(session, result)
-            if self._sealing is None and not len(core.state.sealing):
-                session.published_step = message.step_id
-            response.result.CopyFrom(encode_result(result, session.session_id, session.published_step))
-            if session.mode == types_pb2.SESSION_MODE_REMOTE:
-                grant_of(self, session, response.result, message)
-            session.answers[message.step_id] = response
-            timer.lap("encode")
+        if self._sealing is None and not len(core.state.sealing):
+            session.published_step = message.step_id
+        response = session.respond()
+        encode_result(response.result, result, session.session_id, session.published_step)
+        if session.mode == types_pb2.SESSION_MODE_REMOTE:
+            grant_of(self, session, response.result, message)
+        session.answers[message.step_id] = response
+        encoded = perf_counter()
+        seconds = self._metrics.step_seconds
+        seconds.observe("decode", decoded - started)
+        seconds.observe("core", applied - decoded)
+        seconds.observe("encode", encoded - applied)
         self.pump(now)
         return response
 
-    def _surroundings(
-        self, session: EngineSession, message: step_pb2.Step, chains: Mapping[int, Chain]
-    ) -> Surroundings:
+    def _decode(self, session: EngineSession, message: step_pb2.Step, chains: Mapping[int, Chain]) -> Step:
+        completed = session.completed_step(message.completed_steps)
         packed = message.acknowledged_revocations
-        return Surroundings(
+        if not packed and not has_more(message):
+            return decode_advance(message, completed)
+        around = Surroundings(
             self.template.model.block_tokens,
             session.namespace_id,
-            session.completed_step(message.completed_steps),
+            completed,
             session.drained_sequences(packed) if packed else (),
             chains,
         )
+        return decode_step(message, around)
 
     def _rejected(
         self, core: CacheCore, session: EngineSession, message: step_pb2.Step, error: KvplaneError, now: float
@@ -268,7 +275,7 @@ class HostedPool:
         if batch is None:
             return
         self._next_seal = now + self._config.seal_interval_seconds
-        self._sealing = {session.session_id: session.core.last_step for session in self.sessions.values()}
+        self._sealing = {session.session_id: session.core.ledger.newest_step for session in self.sessions.values()}
         epoch = self.pool_epoch
         Broadcast(self.links.values(), _seal_command(batch), lambda done: self._sealed(done, batch, epoch))
 
@@ -338,9 +345,13 @@ class HostedPool:
 
     def stats(self) -> types_pb2.PoolStats:
         """Counters, all zero before the pool is created."""
-        if self.core is None:
-            return types_pb2.PoolStats()
-        return encode_statistics(self.core.statistics())
+        stats = types_pb2.PoolStats()
+        if self.core is not None:
+            state = self.core.state
+            write_statistics(stats, self.core.statistics())
+            stats.running_sequences = state.running
+            stats.waiting_sequences = int(np.count_nonzero(np.isin(state.rows.status, _WAITING)))
+        return stats
 
     def describe(self) -> types_pb2.Pool:
         """The pool as it is now."""

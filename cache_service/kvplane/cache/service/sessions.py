@@ -1,6 +1,7 @@
 """An engine's lease on the wire: epochs, stored answers, notices, revocations, processes."""
 
 import secrets
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -44,8 +45,12 @@ class EngineSession:
     """Attached processes that live: (shard rank, process id, start ticks)."""
     push: Push | None = None
     close_stream: Callable[[KvplaneError], None] | None = None
-    _completed: list[int] = field(default_factory=list)
+    _completed: list[int] = field(init=False)
+    """Newest completed step of each rank."""
     _last_notice: int = 0
+
+    def __post_init__(self) -> None:
+        self._completed = [0] * self.num_ranks
 
     @property
     def session_id(self) -> int:
@@ -62,20 +67,33 @@ class EngineSession:
 
     def completed_step(self, packed: bytes) -> int:
         """Newest step that has completed on every rank. Raises `InvalidArgumentError`; changes nothing."""
+        if len(packed) == 8 and self.num_ranks == 1:
+            step = int.from_bytes(packed, "little")
+            if step >= self._completed[0]:
+                return step
         if not packed:
-            return min(self._completed, default=0)
+            return min(self._completed)
         steps = unpack_u64("step.completed_steps", packed)
         if len(steps) != self.num_ranks:
             raise InvalidArgumentError.of("step.completed_steps", f"has {len(steps)} ranks, not {self.num_ranks}")
-        for rank, (old, new) in enumerate(zip(self._completed, steps.tolist(), strict=False)):
+        for rank, (old, new) in enumerate(zip(self._completed, steps.tolist(), strict=True)):
             if new < old:
                 raise InvalidArgumentError.of(f"step.completed_steps[{rank}]", f"falls from {old} to {new}")
         return int(steps.min())
 
-    def note_completed(self, packed: bytes) -> None:
-        """Keep the ranks' completed steps of a step that was applied."""
-        if packed:
-            self._completed = unpack_u64("step.completed_steps", packed).tolist()
+    def note_applied(self, step: step_pb2.Step) -> None:
+        """A step was applied: keep what it said of completed steps, drop what it has confirmed."""
+        if step.completed_steps:
+            self._completed = list(struct.unpack(f"<{self.num_ranks}Q", step.completed_steps))
+        if step.acknowledged_revocations:
+            for revocation in unpack_u64("step.acknowledged_revocations", step.acknowledged_revocations).tolist():
+                self.revocations.pop(revocation, None)
+        seen = step.last_seen_step
+        for step_id in [step_id for step_id in self.answers if step_id <= seen]:
+            del self.answers[step_id]
+        if self.notices:
+            for notice_id in [notice_id for notice_id in self.notices if notice_id <= step.last_seen_notice]:
+                del self.notices[notice_id]
 
     def drained_sequences(self, packed: bytes) -> tuple[int, ...]:
         """Sequences of the revocations that a step acknowledges. Raises `InvalidArgumentError` for an unknown one."""
@@ -87,18 +105,6 @@ class EngineSession:
                 )
             sequences.extend(self.revocations[revocation])
         return tuple(sequences)
-
-    def note_acknowledged(self, packed: bytes) -> None:
-        """Forget the revocations that an applied step acknowledged."""
-        for revocation in unpack_u64("step.acknowledged_revocations", packed).tolist():
-            self.revocations.pop(revocation, None)
-
-    def confirm(self, last_seen_step: int, last_seen_notice: int) -> None:
-        """Drop what the engine has acted on."""
-        for step_id in [step_id for step_id in self.answers if step_id <= last_seen_step]:
-            del self.answers[step_id]
-        for notice_id in [notice_id for notice_id in self.notices if notice_id <= last_seen_notice]:
-            del self.notices[notice_id]
 
     def respond(self) -> cache_pb2.StepResponse:
         """A response with this session's epochs."""
