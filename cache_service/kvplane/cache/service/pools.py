@@ -206,7 +206,9 @@ class HostedPool:
         seconds.observe("decode", decoded - started)
         seconds.observe("core", applied - decoded)
         seconds.observe("encode", encoded - applied)
-        self.pump(now)
+        if self._sealing is None and len(core.state.sealing):
+            # Behind the answer: the engine does not wait for its seals to be sent.
+            self._wake(max(0.0, self._next_seal - now))
         return response
 
     def _decode(self, session: EngineSession, message: step_pb2.Step, chains: Mapping[int, Chain]) -> Step:
