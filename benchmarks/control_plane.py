@@ -11,6 +11,8 @@ without the peer), `exposed_share`, `exposed_us`, `client_cpu_us` (step t+1 is s
 
 import argparse
 import asyncio
+import json
+import os
 import statistics
 import subprocess
 import sys
@@ -252,6 +254,23 @@ async def measure(quick: bool, cache: str, echo: str, pid: int) -> dict[str, flo
     return result
 
 
+def against_vllm(quick: bool, result: dict[str, float]) -> None:
+    """Add vLLM's in-process control step, measured in its own environment, when that is there."""
+    python = os.environ.get("KVPLANE_PEER_VLLM") or str(HERE.parent / ".envs" / "peer-vllm" / "bin" / "python")
+    if not Path(python).exists():
+        print("peer: no vLLM environment (make bench-peers); its keys are left out")
+        return
+    command = [python, str(HERE / "peers" / "vllm_scheduler.py"), "16" if quick else "96", "64", "1024"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = json.loads(done.stdout)
+    print(f"peer: vLLM {found['version']}")
+    for count in ("64", "1024"):
+        control = line(f"vLLM schedule + update_from_output, N = {count}", found[count]["control"])
+        kv = line(f"vLLM allocate + hash alone, N = {count}", found[count]["kv"])
+        result[f"vllm_step_over_rtt_{count}"] = round(control / result[f"rtt_ms_{count}"], 3)
+        result[f"vllm_kv_over_rtt_{count}"] = round(kv / result[f"rtt_ms_{count}"], 3)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -265,6 +284,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, processes(folder) as (cache, echo, pid):
         _wait_ready(cache)
         result = asyncio.run(measure(arguments.quick, cache, echo, pid))
+    against_vllm(arguments.quick, result)
     finish(result)
 
 

@@ -51,7 +51,7 @@ def test_a_stream_cut_before_its_answer_loses_nothing(service: MakeService) -> N
     step = engine.request(commit=commit((A, 40)), admit=admit(new_sequence(B, range(100, 120))))
     engine.send(step)
     wait_until(
-        lambda: running.server.plane.pools["default"].sessions[engine.session_id].core.last_step == 2,
+        lambda: running.server.plane.pools["default"].sessions[engine.session_id].core.ledger.newest_step == 2,
         "step 2 is applied",
     )
     engine.stream.close()

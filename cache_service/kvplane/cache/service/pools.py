@@ -63,6 +63,7 @@ class HostedPool:
         self._sealing: dict[int, int] | None = None
         """Newest step of each session whose fills the batch under way covers; None: no batch is under way."""
         self._next_seal = 0.0
+        self._woken = False
 
     # Shards and the pool's life
 
@@ -206,9 +207,7 @@ class HostedPool:
         seconds.observe("decode", decoded - started)
         seconds.observe("core", applied - decoded)
         seconds.observe("encode", encoded - applied)
-        if self._sealing is None and len(core.state.sealing):
-            # Behind the answer: the engine does not wait for its seals to be sent.
-            self._wake(max(0.0, self._next_seal - now))
+        self._pump_soon(now)
         return response
 
     def _decode(self, session: EngineSession, message: step_pb2.Step, chains: Mapping[int, Chain]) -> Step:
@@ -267,11 +266,12 @@ class HostedPool:
 
     def pump(self, now: float) -> None:
         """Send the next batch of seals to the shards: one in flight, at most one per interval (I3)."""
+        self._woken = False
         core = self.core
         if core is None or self._sealing is not None or not len(core.state.sealing):
             return
         if now < self._next_seal:
-            self._wake(self._next_seal - now)
+            self._pump_soon(now)
             return
         batch = core.take_seals()
         if batch is None:
@@ -280,6 +280,12 @@ class HostedPool:
         self._sealing = {session.session_id: session.core.ledger.newest_step for session in self.sessions.values()}
         epoch = self.pool_epoch
         Broadcast(self.links.values(), _seal_command(batch), lambda done: self._sealed(done, batch, epoch))
+
+    def _pump_soon(self, now: float) -> None:
+        """Call `pump` when the next batch may go out: behind the answer, so that no engine waits for its seals."""
+        if self.core is not None and self._sealing is None and not self._woken and len(self.core.state.sealing):
+            self._woken = True
+            self._wake(max(0.0, self._next_seal - now))
 
     def _sealed(self, broadcast: Broadcast, batch: SealBatch, epoch: int) -> None:
         if self.core is None or epoch != self.pool_epoch:
@@ -293,8 +299,7 @@ class HostedPool:
         for session_id, step_id in covered.items():
             if session_id in self.sessions:
                 self.sessions[session_id].published_step = step_id
-        if len(self.core.state.sealing):
-            self._wake(0.0)
+        self._pump_soon(self._next_seal)
 
     # The end of sessions
 
