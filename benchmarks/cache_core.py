@@ -64,6 +64,7 @@ class Engine:
         batch = self.core.take_seals()
         if batch is not None:
             self.core.acknowledge_seals(batch.seal_id)
+        self.core.settle()
         return now() - start
 
 
