@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,7 @@ class Engine:
         batch = self.core.take_seals()
         if batch is not None:
             self.core.acknowledge_seals(batch.seal_id)
+        self.core.settle()
         return now() - start
 
 
@@ -143,7 +144,7 @@ def admit_warm(tokens: int, runs: int, seed: int) -> list[int]:
 
 
 def evict(runs: int, seed: int) -> tuple[list[int], list[int]]:
-    """CPU nanoseconds to allocate 2,048 tokens in a pool full of cached blocks, hashed before: 128 evictions.
+    """CPU nanoseconds to allocate 2,048 hashed tokens in a pool full of cached blocks: 128 evictions.
 
     The second list has the publication of the 128 blocks in it.
     """
@@ -212,6 +213,7 @@ class Peer:
 
     def __init__(self, python: str) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
             [python, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -233,11 +235,11 @@ class Peer:
 
     def _read(self) -> dict[str, list[int]]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the peer ended; its message is above")
-        answer: dict[str, list[int]] = json.loads(line)
-        return answer
+        for line in self._process.stdout:
+            if line.startswith("{"):  # whatever else a library prints is no answer
+                answer: dict[str, list[int]] = json.loads(line)
+                return answer
+        raise RuntimeError("the peer ended; its message is above")
 
 
 def p99(samples: list[int]) -> float:
@@ -247,16 +249,10 @@ def p99(samples: list[int]) -> float:
 
 def machine() -> str:
     """Processor, load and versions, for whoever reads the numbers later."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    load = os.getloadavg()[0]
-    return f"{cpu}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}, numpy {np.__version__}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+    return f"{cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}"
 
 
 def main() -> None:
@@ -265,38 +261,35 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds, for continuous integration")
     quick = parser.parse_args().quick
     rounds, steps, runs = (1, 48, 5) if quick else (5, 160, 15)
-    ours: dict[str, list[int]] = {}
-    theirs: dict[str, list[int]] = {}
+    ours: defaultdict[str, list[int]] = defaultdict(list)
+    theirs: defaultdict[str, list[int]] = defaultdict(list)
     print(machine())
     python = peer_python()
     peer = Peer(python) if python else None
-    print(f"peer: {peer.versions}" if peer else "peer: no vLLM environment (make bench-peers); its keys are left out")
+    print(
+        f"peer: {peer.versions}"
+        if peer
+        else "peer: no vLLM environment (make bench-peers); its keys are left out"
+    )
     gc.collect()
     gc.freeze()  # as a service does after start-up, and vLLM's engine core too
 
-    def both(key: str, own: Callable[[], list[int]], name: str, *arguments: int) -> None:
-        ours.setdefault(key, []).extend(own())
-        if peer is not None:
-            theirs.setdefault(key, []).extend(peer.measure(name, *arguments))
-
     for turn in range(rounds):
+        seed = 1000 * turn
         for rows in DECODE_SIZES:
-            both(f"decode_{rows}", lambda rows=rows: decode(rows, steps, turn), "decode", rows, steps, turn)  # type: ignore[misc]
-        cold, published = admit_cold(2048, runs, 1000 * turn)
-        both("admit_cold_2048", lambda cold=cold: cold, "admit_cold", 2048, runs, 1000 * turn)  # type: ignore[misc]
-        ours.setdefault("admit_cold_published_2048", []).extend(published)
-        warm_runs = max(1, runs // 5)
-        both(
-            "admit_warm_131072",
-            lambda: admit_warm(131072, warm_runs, 1000 * turn),  # noqa: B023
-            "admit_warm",
-            131072,
-            warm_runs,
-            1000 * turn,
-        )
-        evicted, published = evict(4 * runs, 1000 * turn)
-        both("evict_128", lambda evicted=evicted: evicted, "evict", 4 * runs, 1000 * turn)  # type: ignore[misc]
-        ours.setdefault("evict_published_128", []).extend(published)
+            ours[f"decode_{rows}"] += decode(rows, steps, turn)
+            theirs[f"decode_{rows}"] += peer.measure("decode", rows, steps, turn) if peer else []
+        cold, published = admit_cold(2048, runs, seed)
+        ours["admit_cold_2048"] += cold
+        ours["admit_cold_published_2048"] += published
+        theirs["admit_cold_2048"] += peer.measure("admit_cold", 2048, runs, seed) if peer else []
+        warm = max(1, runs // 5)
+        ours["admit_warm_131072"] += admit_warm(131072, warm, seed)
+        theirs["admit_warm_131072"] += peer.measure("admit_warm", 131072, warm, seed) if peer else []
+        allocated, published = evict(4 * runs, seed)
+        ours["evict_128"] += allocated
+        ours["evict_published_128"] += published
+        theirs["evict_128"] += peer.measure("evict", 4 * runs, seed) if peer else []
     if peer is not None:
         peer.close()
 
@@ -306,12 +299,16 @@ def main() -> None:
         line = f"{key:28s} kvplane {median:10.1f} µs  p99 {high:10.1f}"
         name, size = key.rsplit("_", 1)
         report[f"{name}_us_{size}"] = round(median, 1)
-        if key in theirs:
+        if theirs[key]:
             other = statistics.median(theirs[key]) / 1e3
-            line += f"   vLLM {other:10.1f} µs  p99 {p99(theirs[key]) / 1e3:10.1f}   ratio {other / median:6.2f}"
+            line += (
+                f"   vLLM {other:10.1f} µs  p99 {p99(theirs[key]) / 1e3:10.1f}   ratio {other / median:6.2f}"
+            )
             report[f"{name}_ratio_{size}"] = round(other / median, 2)
         print(line)
-    report["decode_p99_over_median"] = round(p99(ours["decode_1024"]) / statistics.median(ours["decode_1024"]), 2)
+    report["decode_p99_over_median"] = round(
+        p99(ours["decode_1024"]) / statistics.median(ours["decode_1024"]), 2
+    )
     pool = [memory(100_000 if quick else 1_000_000) for _ in range(1 if quick else 3)]
     report["bytes_per_block"] = round(statistics.median(each["bytes_per_block"] for each in pool), 1)
     report["build_seconds"] = round(statistics.median(each["build_seconds"] for each in pool), 3)

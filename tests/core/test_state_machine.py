@@ -21,9 +21,11 @@ from kvplane.cache.core import (
     Fork,
     Lengths,
     Observe,
+    PoolStatistics,
     Step,
     TransferAck,
 )
+from kvplane.cache.core.integrity import check_integrity
 from oracle import Oracle
 
 SIZE = 4
@@ -94,6 +96,7 @@ class Pool(RuleBasedStateMachine):
         result = self.core.step(client.session_id, step, self.now)
         assert self.core.step(client.session_id, step, self.now) is result, "I7: a repeated step acted again"
         self.oracle.stepped(client.session_id, step, result)
+        self._count(result.statistics)
         client.copies += [copy.op_id for copy in result.copies]
         for change in result.states:
             if change.state.name in ("WAITING", "PREEMPTED"):
@@ -110,6 +113,7 @@ class Pool(RuleBasedStateMachine):
                 victim = next(each for each in self.clients if each.session_id == preemption.session_id)
                 victim.running.discard(preemption.sequence_id)
                 victim.revoked.add(preemption.sequence_id)
+                victim.lost_at.pop(preemption.sequence_id, None)
         return result
 
     def _client(self, data: st.DataObject) -> Client:
@@ -283,10 +287,11 @@ class Pool(RuleBasedStateMachine):
     def name_what_is_not_known_to_be_preempted(self, data: st.DataObject) -> None:
         """I6: an operation on a sequence whose preemption the sender has not seen is skipped."""
         client = self._client(data)
-        unseen = {
-            each for each in client.waiting if client.lost_at.get(each, 0) > max(client.step_id - 3, client.completed)
-        }
-        named = sorted((unseen | client.revoked) & set(client.rows.values()))
+        seen = max(client.step_id - 3, client.completed)
+        unseen = {each for each in client.waiting if client.lost_at.get(each, 0) > seen}
+        # A revocation is told by a notice, or by the refusal of an ask for it.
+        unseen |= {each for each in client.revoked if client.lost_at.get(each, seen + 1) > seen}
+        named = sorted(unseen & set(client.rows.values()))
         if not named:
             return
         lengths = u32(*[1] * len(named))
@@ -336,8 +341,11 @@ class Pool(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "core"):
             return
-        self.core.check_integrity()
-        statistics = self.core.statistics()
+        # Not the core's own methods: they would first index what is acknowledged, which must not matter.
+        check_integrity(self.core.state)
+        self._count(self.core.state.statistics())
+
+    def _count(self, statistics: PoolStatistics) -> None:
         counts = {
             "held": statistics.held,
             "quarantined": statistics.quarantined,

@@ -142,7 +142,7 @@ class BlockPool:
         if prefix_closed:
             inner = depths > 0
             while True:
-                parents[inner] = index.find_all(parent_digests[inner])
+                parents = index.find_all(parent_digests) * inner
                 orphans = kept & inner & (parents == 0)
                 if not np.count_nonzero(orphans):
                     break

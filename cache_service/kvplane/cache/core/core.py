@@ -75,10 +75,12 @@ class CacheCore:
 
     def statistics(self) -> PoolStatistics:
         """Blocks by state and totals."""
+        self.settle()
         return self._state.statistics()
 
     def check_integrity(self) -> None:
         """Prove I1, I4, I5 and I9 from scratch. Raises `InternalError`; O(pool)."""
+        self.settle()
         check_integrity(self._state)
 
     def set_ready(self, ready: bool) -> None:
@@ -139,6 +141,7 @@ class CacheCore:
             raise SessionExpiredError(f"session {session_id} is gone")
         if session.ended:
             return
+        self.settle()
         window = slice(session.first_row, session.first_row + session.max_sequences)
         for row in (np.flatnonzero(state.rows.status[window]) + session.first_row).tolist():
             if state.rows.status[row] == Status.RUNNING:
@@ -155,6 +158,7 @@ class CacheCore:
             raise SessionExpiredError(f"session {session_id} is gone")
         if not session.ended:
             raise InvalidArgumentError.of("session_id", f"session {session_id} has not ended")
+        self.settle()
         session.deferred.drain()
         for op_id in [each for each, copy in state.copies.items() if copy.session_id == session_id]:
             state.pool.release(state.copies.pop(op_id).pinned)
@@ -209,6 +213,10 @@ class CacheCore:
             if sequence.frontier is not None and sequence.frontier < end:
                 self._state.set_frontier(sequence, end)
 
+    def settle(self) -> None:
+        """Index what is acknowledged now, and not when somebody looks; no answer depends on it."""
+        self._state.sealing.settle()
+
     # Namespaces and the index
 
     def register_namespace(self, namespace: Namespace, version: int = 0) -> int:
@@ -228,7 +236,8 @@ class CacheCore:
         return chains.extend(start, tokens, self.config.block_tokens, extra_keys, max_blocks)
 
     def lookup(self, chain: Chain) -> int:
-        """Tokens of `chain` that would hit now. Protects nothing and changes nothing."""
+        """Tokens of `chain` that would hit now. Protects nothing."""
+        self.settle()
         state = self._state
         if state.rules.prefix_closed:
             return state.pool.index.longest_prefix(chain.blob, len(chain)) * self.config.block_tokens
@@ -241,6 +250,7 @@ class CacheCore:
         Always succeeds: running sequences keep their blocks, but publish nothing more, and waiting ones are
         hashed again. Seals under way lose their parents or their root and are not published.
         """
+        self.settle()
         state = self._state
         spaces = range(len(state.namespaces)) if namespace_id is None else [namespace_id]
         for space in spaces:

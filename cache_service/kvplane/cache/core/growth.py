@@ -16,6 +16,8 @@ def extend(state: PoolState, context: StepContext, rows: I64, counts: I64) -> No
     served by preemptions or reported as stalled.
     """
     total = int(counts.sum())
+    if total > state.pool.free:
+        state.sealing.settle()
     if state.ready and total <= state.pool.available:
         _grant(state, context, rows, counts, state.pool.take(total))
         return

@@ -123,11 +123,15 @@ class PrefixIndex:
             # Of blocks that share a bucket the last one won; the others go on top of it in the next round.
             lost = (self._heads[at] != left).nonzero()[0]
             left, at = left[lost], at[lost]
-        kept = np.ones(len(block_ids), np.bool_)
-        shared = ((self._heads[buckets] != block_ids) | (self._next[block_ids] != 0)).nonzero()[0]
-        kept[shared] = self.find_all(self._digest[block_ids[shared]]) == block_ids[shared]
-        self.remove(block_ids[~kept])
-        return kept
+        upper, lower = block_ids, self._next[block_ids].astype(np.int64)
+        while len(at := lower.nonzero()[0]):
+            upper, lower = upper[at], lower[at]
+            if np.count_nonzero(self._prefix[upper] == self._prefix[lower]):
+                kept: Bools = self.find_all(self._digest[block_ids]) == block_ids
+                self.remove(block_ids[~kept])
+                return kept
+            lower = self._next[lower].astype(np.int64)
+        return np.ones(len(block_ids), np.bool_)
 
     def remove(self, block_ids: I64, *, remember: bool = False) -> None:
         """Forget indexed blocks; `remember` keeps a trace of their digests for `was_evicted`."""

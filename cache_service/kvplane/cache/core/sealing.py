@@ -17,6 +17,8 @@ from kvplane.wire.errors import InvalidArgumentError
 from kvplane.wire.identity import DIGEST_BYTES
 
 _ONE = np.uint32(1)
+_MOST_ACKNOWLEDGED = 256
+"""Blocks that may be acknowledged and not indexed: bounds what a single step has to catch up on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Sealing:
         self._prefix_closed = prefix_closed
         self._filled: list[_Filled] = []
         self._under_way: dict[int, _Filled] = {}
+        self._acknowledged: list[_Filled] = []
+        self._acknowledged_blocks = 0
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -141,7 +145,7 @@ class Sealing:
         )
 
     def acknowledge(self, seal_id: int, sealed: Bools | None = None) -> tuple[tuple[Sequence, int], ...]:
-        """Publish the blocks of a batch that all shards have sealed (`sealed[i]`; None: all) and unpin them.
+        """All shards have sealed a batch (`sealed[i]` says which blocks; None: all): publish and unpin them.
 
         Returns the prompts that got further, each with the index after its last published block. Raises
         `InvalidArgumentError` for a batch that is not under way.
@@ -152,16 +156,50 @@ class Sealing:
         if sealed is not None and len(sealed) != len(batch.block_ids):
             raise InvalidArgumentError.of("sealed", f"has {len(sealed)} entries for {len(batch.block_ids)} blocks")
         del self._under_way[seal_id]
+        if sealed is None and self._nobody_waits(batch):
+            self._acknowledged.append(batch)
+            self._acknowledged_blocks += len(batch.block_ids)
+            if self._acknowledged_blocks >= _MOST_ACKNOWLEDGED:
+                self.settle()
+            return batch.prompts
+        self.settle()
+        self._index(batch, sealed)
+        return batch.prompts
+
+    def settle(self) -> None:
+        """Index what is acknowledged: needed before anybody looks a prefix up, stops or runs short.
+
+        Steady decode does none of that, so the work of many steps is done at once.
+        """
+        if not self._acknowledged:
+            return
+        batch, *others = self._acknowledged
+        self._acknowledged, self._acknowledged_blocks = [], 0
+        self._index(batch.plus(others) if others else batch, None)
+
+    def pinned(self) -> list[I64]:
+        """Blocks pinned by sealing, once per pin."""
+        parts = (*self._filled, *self._under_way.values(), *self._acknowledged)
+        return [part.block_ids for part in parts]
+
+    def _nobody_waits(self, batch: _Filled) -> bool:
+        """Whether it makes no difference, even to the counts, when the batch is indexed and unpinned.
+
+        So if a running sequence holds each block, and none will be a spare, which holds another block.
+        """
+        columns, ids = self._pool.columns, batch.block_ids
+        alone = columns.references[ids] - columns.deferred[ids] == _ONE
+        if batch.resets != self.resets or np.count_nonzero(alone):
+            return False
+        digests = np.frombuffer(batch.digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        return not np.count_nonzero(self._pool.index.find_all(digests))
+
+    def _index(self, batch: _Filled, sealed: Bools | None) -> None:
         if sealed is not None or not self._publish(batch):
             one_by_one = range(len(batch.block_ids)) if sealed is None else np.flatnonzero(sealed).tolist()
             for index in one_by_one:
                 self._publish_one(batch, index)
         self._pool.release(batch.block_ids[::-1])
-        return batch.prompts
-
-    def pinned(self) -> list[I64]:
-        """Blocks pinned by sealing, once per pin."""
-        return [part.block_ids for part in (*self._filled, *self._under_way.values())]
 
     def _publish(self, batch: _Filled) -> bool:
         """Publish a batch whose parents and digests hold no surprise; False, and nothing done, otherwise."""

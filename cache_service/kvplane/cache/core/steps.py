@@ -22,6 +22,8 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
     checked = StepCheck(state, session, step).run()
     context = StepContext(session, step.step_id, now)
     state.tick += 1
+    if step.admit or step.finish or step.forks or step.rollback or step.transfers or step.drained:
+        state.sealing.settle()
     for operation, sequence_ids in checked.skipped:
         context.skip(operation, sequence_ids)
 
