@@ -266,11 +266,7 @@ def main() -> None:
     print(machine())
     python = peer_python()
     peer = Peer(python) if python else None
-    print(
-        f"peer: {peer.versions}"
-        if peer
-        else "peer: no vLLM environment (make bench-peers); its keys are left out"
-    )
+    print(f"peer: {peer.versions}" if peer else "peer: no vLLM environment (make bench-peers); its keys are left out")
     gc.collect()
     gc.freeze()  # as a service does after start-up, and vLLM's engine core too
 
@@ -301,14 +297,10 @@ def main() -> None:
         report[f"{name}_us_{size}"] = round(median, 1)
         if theirs[key]:
             other = statistics.median(theirs[key]) / 1e3
-            line += (
-                f"   vLLM {other:10.1f} µs  p99 {p99(theirs[key]) / 1e3:10.1f}   ratio {other / median:6.2f}"
-            )
+            line += f"   vLLM {other:10.1f} µs  p99 {p99(theirs[key]) / 1e3:10.1f}   ratio {other / median:6.2f}"
             report[f"{name}_ratio_{size}"] = round(other / median, 2)
         print(line)
-    report["decode_p99_over_median"] = round(
-        p99(ours["decode_1024"]) / statistics.median(ours["decode_1024"]), 2
-    )
+    report["decode_p99_over_median"] = round(p99(ours["decode_1024"]) / statistics.median(ours["decode_1024"]), 2)
     pool = [memory(100_000 if quick else 1_000_000) for _ in range(1 if quick else 3)]
     report["bytes_per_block"] = round(statistics.median(each["bytes_per_block"] for each in pool), 1)
     report["build_seconds"] = round(statistics.median(each["build_seconds"] for each in pool), 3)
