@@ -25,7 +25,7 @@ async def serve(address: str) -> None:
             await context.write(answers[size])
 
     server = grpc.aio.server(options=server_options())
-    handler: "grpc.RpcMethodHandler[bytes, bytes]" = grpc.stream_stream_rpc_method_handler(echo)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(echo)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("kvplane.benchmark.Echo", {"Echo": handler})])
     server.add_insecure_port(address)
     await server.start()
