@@ -302,16 +302,18 @@ def main() -> None:
         line = f"{key:28s} kvplane {median:10.1f} µs  p99 {high:10.1f}"
         name, size = key.rsplit("_", 1)
         report[f"{name}_us_{size}"] = round(median, 1)
+        cost = median
         if name == "decode":
-            # Publication is caught up with every few steps: the mean has it in full, the median may not.
-            report[f"decode_mean_us_{size}"] = round(statistics.fmean(samples) / 1e3, 1)
-            line += f"  mean {report[f'decode_mean_us_{size}']:10.1f}"
+            # Publication is caught up with every few steps: only the mean has all of it, so only the mean counts
+            # against vLLM, whose median has it in every step.
+            cost = statistics.fmean(samples) / 1e3
+            report[f"decode_mean_us_{size}"] = round(cost, 1)
+            line += f"  mean {cost:10.1f}"
         if theirs[key]:
             other = statistics.median(theirs[key]) / 1e3
-            line += (
-                f"   vLLM {other:10.1f} µs  p99 {p99(theirs[key]) / 1e3:10.1f}   ratio {other / median:6.2f}"
-            )
-            report[f"{name}_ratio_{size}"] = round(other / median, 2)
+            high = p99(theirs[key]) / 1e3
+            line += f"   vLLM {other:10.1f} µs  p99 {high:10.1f}   ratio {other / cost:6.2f}"
+            report[f"{name}_ratio_{size}"] = round(other / cost, 2)
         print(line)
     report["decode_p99_over_median"] = round(
         p99(ours["decode_1024"]) / statistics.median(ours["decode_1024"]), 2
