@@ -304,7 +304,7 @@ def main() -> None:
         report[f"{name}_us_{size}"] = round(median, 1)
         cost = median
         if name == "decode":
-            # Publication is caught up with every few steps: only the mean has all of it, so only the mean counts
+            # Publication is caught up with every few steps: only the mean has all of it, so the mean counts
             # against vLLM, whose median has it in every step.
             cost = statistics.fmean(samples) / 1e3
             report[f"decode_mean_us_{size}"] = round(cost, 1)
