@@ -192,6 +192,8 @@ class Pool(RuleBasedStateMachine):
                 self.take_seals()
                 while self.seals:
                     self._acknowledge(0, True, data)
+                if data.draw(st.booleans(), label="look"):
+                    self.look()
 
     @precondition(lambda self: any(client.running for client in self.clients))
     @rule(data=st.data(), lag=st.integers(0, 3), complete=st.integers(0, 3), packed=st.booleans())
@@ -346,6 +348,16 @@ class Pool(RuleBasedStateMachine):
         self._count(self.core.state.statistics())
 
     def _count(self, statistics: PoolStatistics) -> None:
+        counts = self.oracle.counts()
+        assert statistics.free == counts["free"], f"I1: {statistics} is not {counts}"
+        held = statistics.held + statistics.cached + statistics.quarantined
+        assert held == self.config.num_blocks - 1 - counts["free"], f"I1: {statistics} is not {counts}"
+
+    @rule()
+    def look(self) -> None:
+        """Everything acknowledged is indexed when somebody asks, and then the counts agree one by one."""
+        statistics = self.core.statistics()
+        self.core.check_integrity()
         counts = {
             "held": statistics.held,
             "quarantined": statistics.quarantined,

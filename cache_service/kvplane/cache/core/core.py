@@ -214,7 +214,10 @@ class CacheCore:
                 self._state.set_frontier(sequence, end)
 
     def settle(self) -> None:
-        """Index what is acknowledged now, and not when somebody looks; no answer depends on it."""
+        """Index what is acknowledged now, and not when somebody looks.
+
+        No decision depends on it. Until then a block that only a duplicate will hold does not count as held.
+        """
         self._state.sealing.settle()
 
     # Namespaces and the index

@@ -183,16 +183,10 @@ class Sealing:
         return [part.block_ids for part in parts]
 
     def _nobody_waits(self, batch: _Filled) -> bool:
-        """Whether it makes no difference, even to the counts, when the batch is indexed and unpinned.
-
-        So if a running sequence holds each block, and none will be a spare, which holds another block.
-        """
+        """Whether a running sequence holds each block, so that it makes no difference when it is unpinned."""
         columns, ids = self._pool.columns, batch.block_ids
         alone = columns.references[ids] - columns.deferred[ids] == _ONE
-        if batch.resets != self.resets or np.count_nonzero(alone):
-            return False
-        digests = np.frombuffer(batch.digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        return not np.count_nonzero(self._pool.index.find_all(digests))
+        return batch.resets == self.resets and not np.count_nonzero(alone)
 
     def _index(self, batch: _Filled, sealed: Bools | None) -> None:
         if sealed is not None or not self._publish(batch):
