@@ -21,7 +21,7 @@ from kvplane.cache.core import (
 from kvplane.v1 import step_pb2, types_pb2
 from kvplane.wire.packed import pack_u32, pack_u64
 
-_STATES = {
+STATES = {
     SequenceState.WAITING: step_pb2.SEQUENCE_STATE_WAITING,
     SequenceState.RUNNING: step_pb2.SEQUENCE_STATE_RUNNING,
     SequenceState.PREEMPTED: step_pb2.SEQUENCE_STATE_PREEMPTED,
@@ -29,7 +29,7 @@ _STATES = {
     SequenceState.STALLED: step_pb2.SEQUENCE_STATE_STALLED,
 }
 
-_REASONS = {
+REASONS = {
     Reason.NONE: step_pb2.STATE_REASON_UNSPECIFIED,
     Reason.NO_SPACE: step_pb2.STATE_REASON_NO_BLOCKS,
     Reason.PREFIX_PENDING: step_pb2.STATE_REASON_PREFIX_PENDING,
@@ -42,10 +42,11 @@ _REASONS = {
     Reason.SHORTAGE: step_pb2.STATE_REASON_PREEMPTED,
     Reason.PARENT_NOT_RUNNING: step_pb2.STATE_REASON_PARENT_NOT_RUNNING,
     Reason.COPY_FAILED: step_pb2.STATE_REASON_TRANSFER_FAILED,
+    Reason.NOT_DRAINED: step_pb2.STATE_REASON_NOT_DRAINED,
     Reason.FINISHED_BY_CLIENT: step_pb2.STATE_REASON_FINISHED,
 }
 
-_HIT_REASONS = {
+HIT_REASONS = {
     HitReason.FULL: types_pb2.HIT_REASON_FULL,
     HitReason.TOO_SHORT: types_pb2.HIT_REASON_TOO_SHORT,
     HitReason.READ_OFF: types_pb2.HIT_REASON_READ_OFF,
@@ -56,7 +57,7 @@ _HIT_REASONS = {
     HitReason.WRITER_TOO_SLOW: types_pb2.HIT_REASON_WRITER_TOO_SLOW,
 }
 
-_OPERATIONS = {
+OPERATIONS = {
     Operation.ADVANCE: step_pb2.STEP_OPERATION_ADVANCE,
     Operation.COMMIT: step_pb2.STEP_OPERATION_COMMIT,
     Operation.ROLLBACK: step_pb2.STEP_OPERATION_ROLLBACK,
@@ -132,22 +133,22 @@ def _admitted(admissions: Sequence[Admission]) -> step_pb2.Admitted:
         sequence_ids=pack_u64([each.sequence_id for each in admissions]),
         cached_tokens=pack_u32([each.cached_tokens for each in admissions]),
         num_slots=pack_u32([each.num_slots for each in admissions]),
-        hit_reasons=pack_u32([_HIT_REASONS[each.hit_reason] for each in admissions]),
+        hit_reasons=pack_u32([HIT_REASONS[each.hit_reason] for each in admissions]),
     )
 
 
 def _state_changes(states: Sequence[StateChange]) -> step_pb2.StateChanges:
     return step_pb2.StateChanges(
         sequence_ids=pack_u64([each.sequence_id for each in states]),
-        states=pack_u32([_STATES[each.state] for each in states]),
-        reasons=pack_u32([_REASONS[each.reason] for each in states]),
+        states=pack_u32([STATES[each.state] for each in states]),
+        reasons=pack_u32([REASONS[each.reason] for each in states]),
     )
 
 
 def _skipped(skipped: Sequence[Skipped]) -> step_pb2.Skipped:
     return step_pb2.Skipped(
         sequence_ids=pack_u64([each.sequence_id for each in skipped]),
-        operations=pack_u32([_OPERATIONS[each.operation] for each in skipped]),
+        operations=pack_u32([OPERATIONS[each.operation] for each in skipped]),
     )
 
 
