@@ -18,6 +18,6 @@ from kvplane.cache.service import encode
     ],
 )
 def test_every_value_of_the_core_is_translated(kind: type[IntEnum], words: dict[IntEnum, int]) -> None:
-    """A value without a word would end a stream with an internal error; two with the same word could not be told apart."""
+    """A value without a word would end a stream; two of one word could not be told apart."""
     assert set(words) == set(kind)
     assert len(set(words.values())) == len(words)

@@ -22,7 +22,6 @@ from kvplane.cache.service.sessions import EngineSession, Push
 from kvplane.cache.service.shards import Broadcast
 from kvplane.v1 import cache_pb2, registry_pb2, step_pb2, types_pb2
 from kvplane.wire import features, limits
-from kvplane.wire.digests import ExtraKey
 from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
@@ -39,8 +38,6 @@ from kvplane.wire.packed import unpack_u32
 _log = structlog.get_logger(__name__)
 
 DEFAULT_TENANT = "default"
-HASH_SLICE_BLOCKS = 512
-"""Blocks hashed between two chances for other sessions."""
 
 
 class ControlPlane:
@@ -242,24 +239,6 @@ class ControlPlane:
             raise features.refuse("declaration", "declaration")
         raise InvalidArgumentError.of("message", "is neither a step nor a declaration")
 
-    def long_prompts(self, pool: HostedPool, session: EngineSession, step: step_pb2.Step) -> list["LongPrompt"]:
-        """Prompts of a step that are worth hashing ahead, in slices, before its atomic part."""
-        if pool.core is None or not pool.core.config.prefix_caching:
-            return []
-        threshold = 4 * HASH_SLICE_BLOCKS * pool.template.model.block_tokens
-        around = self._surroundings(pool, session)
-        found = []
-        for index, sequence in enumerate(step.admit.sequences):
-            if threshold < len(sequence.tokens) <= 4 * self.config.max_prompt_tokens:
-                try:
-                    admit = decode_sequence(sequence, f"step.admit.sequences[{index}]", around)
-                    found.append(
-                        LongPrompt(pool, admit.sequence_id, admit.namespace_id, admit.tokens, admit.extra_keys)
-                    )
-                except KvplaneError:
-                    continue  # the step itself will be rejected for it, with the field named
-        return found
-
     def session(self, session_id: int, lease_epoch: int) -> tuple[HostedPool, EngineSession]:
         """A live session. Raises `SessionExpiredError`, `PoolLostError`, `StaleEpochError`."""
         for pool in self.pools.values():
@@ -387,32 +366,6 @@ class ControlPlane:
         if self._tenant_secret is None:
             return b""
         return hmac.digest(self._tenant_secret, b"kvplane tenant salt\0" + tenant_id.encode(), hashlib.sha256)
-
-
-class LongPrompt:
-    """A prompt hashed in slices of `HASH_SLICE_BLOCKS`."""
-
-    def __init__(
-        self,
-        pool: HostedPool,
-        sequence_id: int,
-        namespace_id: int,
-        tokens: bytes,
-        extra_keys: Mapping[int, tuple[ExtraKey, ...]],
-    ) -> None:
-        self.sequence_id = sequence_id
-        self.chain: Chain | None = None
-        self._pool = pool
-        self._arguments = (namespace_id, tokens, dict(extra_keys))
-
-    def hash_slice(self) -> bool:
-        """Hash the next slice; False when there is nothing left to hash."""
-        core = self._pool.core
-        if core is None:
-            return False
-        before = len(self.chain) if self.chain is not None else 0
-        self.chain = core.hash_prompt(*self._arguments, self.chain, HASH_SLICE_BLOCKS)
-        return len(self.chain) - before == HASH_SLICE_BLOCKS
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

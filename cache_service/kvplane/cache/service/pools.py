@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 import structlog
 
-from kvplane.cache.core import CacheCore, Chain, CoreConfig, SealBatch, Step, StepResult
+from kvplane.cache.core import CacheCore, Chain, CoreConfig, Step, StepResult
 from kvplane.cache.core.sequences import Status
 from kvplane.cache.service import identities
 from kvplane.cache.service.config import CacheConfig
@@ -15,8 +15,9 @@ from kvplane.cache.service.decode import Surroundings, decode_advance, decode_st
 from kvplane.cache.service.encode import encode_preemption, encode_result, write_statistics
 from kvplane.cache.service.grants import grant_of
 from kvplane.cache.service.metrics import Metrics
+from kvplane.cache.service.seals import SealPump
 from kvplane.cache.service.sessions import EngineSession
-from kvplane.cache.service.shards import Broadcast, Command, ShardLink
+from kvplane.cache.service.shards import Broadcast, ShardLink
 from kvplane.v1 import cache_pb2, registry_pb2, step_pb2, types_pb2
 from kvplane.wire.errors import (
     InvalidArgumentError,
@@ -57,13 +58,10 @@ class HostedPool:
         self.core: CacheCore | None = None
         self.sessions: dict[int, EngineSession] = {}
         self._config = config
-        self._metrics = metrics
+        self.metrics = metrics
         self._wake = wake
         self._creating = False
-        self._sealing: dict[int, int] | None = None
-        """Newest step of each session whose fills the batch under way covers; None: no batch is under way."""
-        self._next_seal = 0.0
-        self._woken = False
+        self.seals: SealPump | None = None
 
     # Shards and the pool's life
 
@@ -104,7 +102,7 @@ class HostedPool:
             if session.close_stream is not None:
                 session.close_stream(error)
         self.sessions.clear()
-        self.core, self._sealing, self._creating = None, None, False
+        self.core, self.seals, self._creating = None, None, False
         for link in self.links.values():
             link.abandon(reason)
         self.state = types_pb2.POOL_STATE_RECONCILING
@@ -157,6 +155,7 @@ class HostedPool:
                 max_sequence_tokens=self._config.max_prompt_tokens,
             )
         )
+        self.seals = SealPump(self, self.core, self._config.seal_interval_seconds, self._wake)
         self._set_state(types_pb2.POOL_STATE_READY, "created")
 
     def _set_state(self, state: "types_pb2.PoolState.ValueType", reason: str) -> None:
@@ -170,6 +169,11 @@ class HostedPool:
         command = registry_pb2.ControlResponse(pool_state=registry_pb2.PoolStateCommand(state=state))
         Broadcast(self.links.values(), command)
 
+    def pump(self, now: float) -> None:
+        """Send the next batch of seals, if there is one and it is due."""
+        if self.seals is not None:
+            self.seals.pump(now)
+
     # Steps
 
     def step(
@@ -179,8 +183,8 @@ class HostedPool:
         stored = session.answers.get(message.step_id)
         if stored is not None:
             return stored
-        core = self.core
-        if core is None:
+        core, seals = self.core, self.seals
+        if core is None or seals is None:
             raise PoolLostError(f"pool {self.pool_id} has no bytes any more")
         started = perf_counter()
         try:
@@ -195,7 +199,7 @@ class HostedPool:
         session.note_applied(message)
         if result.preemptions:
             self._revoke(session, result)
-        if self._sealing is None and not len(core.state.sealing):
+        if seals.idle:
             session.published_step = message.step_id
         response = session.respond()
         encode_result(response.result, result, session.session_id, session.published_step)
@@ -203,11 +207,11 @@ class HostedPool:
             grant_of(self, session, response.result, message)
         session.answers[message.step_id] = response
         encoded = perf_counter()
-        seconds = self._metrics.step_seconds
+        seconds = self.metrics.step_seconds
         seconds.observe("decode", decoded - started)
         seconds.observe("core", applied - decoded)
         seconds.observe("encode", encoded - applied)
-        self._pump_soon(now)
+        seals.pump_soon(now)
         return response
 
     def _decode(self, session: EngineSession, message: step_pb2.Step, chains: Mapping[int, Chain]) -> Step:
@@ -242,7 +246,7 @@ class HostedPool:
         response.rejected.CopyFrom(step_pb2.RejectedStep(step_id=message.step_id, status=to_status(error)))
         if ledger.newest_step == message.step_id:
             session.answers[message.step_id] = response
-        self._metrics.rejected_steps.labels(error.reason).inc()
+        self.metrics.rejected_steps.labels(error.reason).inc()
         _log.warning(
             "step rejected",
             session=session.session_id,
@@ -255,51 +259,12 @@ class HostedPool:
     def _revoke(self, session: EngineSession, result: StepResult) -> None:
         """Victims of other sessions get a notice on their own stream."""
         for preemption in result.preemptions:
-            self._metrics.preempted(preemption)
+            self.metrics.preempted(preemption)
         others = [each for each in result.preemptions if each.session_id != session.session_id]
         others.sort(key=lambda each: each.session_id)
         for session_id, victims in groupby(others, key=lambda each: each.session_id):
             if session_id in self.sessions:
                 self.sessions[session_id].revoke([encode_preemption(each, with_beneficiary=False) for each in victims])
-
-    # Seals
-
-    def pump(self, now: float) -> None:
-        """Send the next batch of seals to the shards: one in flight, at most one per interval (I3)."""
-        self._woken = False
-        core = self.core
-        if core is None or self._sealing is not None or not len(core.state.sealing):
-            return
-        if now < self._next_seal:
-            self._pump_soon(now)
-            return
-        batch = core.take_seals()
-        if batch is None:
-            return
-        self._next_seal = now + self._config.seal_interval_seconds
-        self._sealing = {session.session_id: session.core.ledger.newest_step for session in self.sessions.values()}
-        epoch = self.pool_epoch
-        Broadcast(self.links.values(), _seal_command(batch), lambda done: self._sealed(done, batch, epoch))
-
-    def _pump_soon(self, now: float) -> None:
-        """Call `pump` when the next batch may go out: behind the answer, so that no engine waits for its seals."""
-        if self.core is not None and self._sealing is None and not self._woken and len(self.core.state.sealing):
-            self._woken = True
-            self._wake(max(0.0, self._next_seal - now))
-
-    def _sealed(self, broadcast: Broadcast, batch: SealBatch, epoch: int) -> None:
-        if self.core is None or epoch != self.pool_epoch:
-            return
-        sealed = np.ones(len(batch.block_ids), np.bool_)
-        for command in broadcast.commands:
-            sealed &= _success(command, len(sealed))
-        self.core.acknowledge_seals(batch.seal_id, None if sealed.all() else sealed)
-        self._metrics.sealed_blocks.inc(int(sealed.sum()))
-        covered, self._sealing = self._sealing or {}, None
-        for session_id, step_id in covered.items():
-            if session_id in self.sessions:
-                self.sessions[session_id].published_step = step_id
-        self._pump_soon(self._next_seal)
 
     # The end of sessions
 
@@ -385,29 +350,3 @@ class HostedPool:
             max_sequences=self._config.max_sequences,
             stats=self.stats(),
         )
-
-
-def _seal_command(batch: SealBatch) -> registry_pb2.ControlResponse:
-    seal = registry_pb2.Seal(
-        blocks=[
-            types_pb2.BlockList(
-                group=batch.group, block_ids=batch.block_ids.tobytes(), generations=batch.generations.tobytes()
-            )
-        ],
-        digests=batch.digests,
-        parent_digests=batch.parent_digests,
-        depths=batch.depths.tobytes(),
-        namespace_ids=batch.namespace_ids.tobytes(),
-    )
-    return registry_pb2.ControlResponse(seal=seal)
-
-
-def _success(command: Command, count: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which blocks of a command succeeded on its shard, shape [count]."""
-    if command.ack is None or command.failed:
-        return np.zeros(count, np.bool_)
-    bitmap = command.ack.success_bitmap
-    if not bitmap:
-        return np.ones(count, np.bool_)
-    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little", count=count)
-    return bits.astype(np.bool_)

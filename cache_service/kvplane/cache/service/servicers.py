@@ -15,6 +15,7 @@ import structlog
 from kvplane.cache.core import Chain
 from kvplane.cache.service.control_plane import DEFAULT_TENANT, ControlPlane
 from kvplane.cache.service.pools import HostedPool
+from kvplane.cache.service.prompts import long_prompts
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.cache.service.shards import Broadcast
 from kvplane.v1 import cache_pb2, registry_pb2
@@ -187,7 +188,7 @@ class CacheServicer(CacheServiceServicer):
     ) -> dict[int, Chain]:
         """Hash long prompts in slices and let other sessions in between: the step itself stays short."""
         chains = {}
-        for prompt in self._plane.long_prompts(pool, session, request.step):
+        for prompt in long_prompts(pool, session, request.step, self._plane.config.max_prompt_tokens):
             while prompt.hash_slice():
                 await asyncio.sleep(0)
             if prompt.chain is not None:

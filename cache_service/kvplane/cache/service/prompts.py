@@ -1,0 +1,57 @@
+"""Long prompts are hashed in slices before the step that admits them, so that no other session waits for it."""
+
+from collections.abc import Mapping
+
+from kvplane.cache.core import Chain
+from kvplane.cache.service.decode import Surroundings, decode_sequence
+from kvplane.cache.service.pools import HostedPool
+from kvplane.cache.service.sessions import EngineSession
+from kvplane.v1 import step_pb2
+from kvplane.wire.digests import ExtraKey
+from kvplane.wire.errors import KvplaneError
+
+HASH_SLICE_BLOCKS = 512
+"""Blocks hashed between two chances for other sessions."""
+
+
+class LongPrompt:
+    """A prompt hashed in slices of `HASH_SLICE_BLOCKS`."""
+
+    def __init__(
+        self,
+        pool: HostedPool,
+        sequence_id: int,
+        namespace_id: int,
+        tokens: bytes,
+        extra_keys: Mapping[int, tuple[ExtraKey, ...]],
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.chain: Chain | None = None
+        self._pool = pool
+        self._arguments = (namespace_id, tokens, dict(extra_keys))
+
+    def hash_slice(self) -> bool:
+        """Hash the next slice; False when there is nothing left to hash."""
+        core = self._pool.core
+        if core is None:
+            return False
+        before = len(self.chain) if self.chain is not None else 0
+        self.chain = core.hash_prompt(*self._arguments, self.chain, HASH_SLICE_BLOCKS)
+        return len(self.chain) - before == HASH_SLICE_BLOCKS
+
+
+def long_prompts(pool: HostedPool, session: EngineSession, step: step_pb2.Step, max_tokens: int) -> list[LongPrompt]:
+    """Prompts of a step that are worth hashing ahead."""
+    if pool.core is None or not pool.core.config.prefix_caching:
+        return []
+    threshold = 4 * HASH_SLICE_BLOCKS * pool.template.model.block_tokens
+    around = Surroundings(pool.template.model.block_tokens, session.namespace_id)
+    found = []
+    for index, sequence in enumerate(step.admit.sequences):
+        if threshold < len(sequence.tokens) <= 4 * max_tokens:
+            try:
+                admit = decode_sequence(sequence, f"step.admit.sequences[{index}]", around)
+            except KvplaneError:
+                continue  # the step itself will be rejected for it, with the field named
+            found.append(LongPrompt(pool, admit.sequence_id, admit.namespace_id, admit.tokens, admit.extra_keys))
+    return found
