@@ -1,0 +1,1 @@
+"""The CPU backend: numba-compiled, vectors by hand, importing it imports numba."""
