@@ -18,7 +18,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from _machine import describe_machine, finish, p99
 
 from kvplane.cache.core import Admit, Advance, CacheCore, CoreConfig, Finish, Lengths, Step
 from kvplane.cache.core.arrays import U32, U64
@@ -243,19 +243,6 @@ class Peer:
         raise RuntimeError("the peer ended; its message is above")
 
 
-def p99(samples: list[int]) -> float:
-    """99th percentile."""
-    return float(np.percentile(samples, 99))
-
-
-def machine() -> str:
-    """Processor, load and versions, for whoever reads the numbers later."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-    return f"{cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}"
-
-
 def main() -> None:
     """Run everything, print a table, and one JSON object last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -264,7 +251,7 @@ def main() -> None:
     rounds, steps, runs = (1, 48, 5) if quick else (5, 160, 15)
     ours: defaultdict[str, list[int]] = defaultdict(list)
     theirs: defaultdict[str, list[int]] = defaultdict(list)
-    print(machine())
+    describe_machine()
     python = peer_python()
     peer = Peer(python) if python else None
     print(f"peer: {peer.versions}" if peer else "peer: no vLLM environment (make bench-peers); its keys are left out")
@@ -313,7 +300,7 @@ def main() -> None:
     pool = [memory(100_000 if quick else 1_000_000) for _ in range(1 if quick else 3)]
     report["bytes_per_block"] = round(statistics.median(each["bytes_per_block"] for each in pool), 1)
     report["build_seconds"] = round(statistics.median(each["build_seconds"] for each in pool), 3)
-    print(json.dumps(report))
+    finish(report)
 
 
 if __name__ == "__main__":
