@@ -25,8 +25,8 @@ class StepSeconds(Collector):
     PARTS = ("decode", "core", "encode")
 
     def __init__(self) -> None:
-        self._counts = {part: [0] * (len(_STEP_BUCKETS) + 1) for part in self.PARTS}
-        self._sums = dict.fromkeys(self.PARTS, 0.0)
+        self._counts: dict[str, list[int]] = {part: [0] * (len(_STEP_BUCKETS) + 1) for part in self.PARTS}
+        self._sums: dict[str, float] = dict.fromkeys(self.PARTS, 0.0)
 
     def observe(self, part: str, seconds: float) -> None:
         """Count one part of one step."""
