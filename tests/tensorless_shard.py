@@ -75,6 +75,11 @@ class TensorlessShard:
         self._events: dict[int, registry_pb2.ShardEvent] = {}
         self._last_event = 0
         self._held: list[registry_pb2.CommandAck] | None = None
+        self.fails: set[str] = set()
+        """Kinds of commands that this shard cannot carry out."""
+        self.heartbeat_seconds: float | None = 0.5
+        """None: silent, though connected."""
+        self._gone = threading.Event()
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[registry_pb2.ControlRequest | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
@@ -119,6 +124,8 @@ class TensorlessShard:
         )
         for event in self._events.values():
             self._send(event=event)
+        self._gone = threading.Event()
+        threading.Thread(target=self._beat, args=(self._gone,), daemon=True).start()
         self._call = self._stub.Control(iter(requests.get, None))
         self._reader = threading.Thread(target=self._read, args=(self._call,), daemon=True)
         self._reader.start()
@@ -131,6 +138,7 @@ class TensorlessShard:
 
     def cut(self) -> None:
         """Cut the control stream; memory and boot stay."""
+        self._gone.set()
         self._requests.put(None)
         self._call.cancel()
         if self._reader is not None:
@@ -170,6 +178,11 @@ class TensorlessShard:
         process = registry_pb2.ProcessRef(pid=pid, start_ticks=1)
         self._event(process_gone=registry_pb2.ProcessGone(session_id=session_id, process=process))
 
+    def damaged(self, block_ids: list[int]) -> None:
+        """Report that blocks failed their checksum."""
+        blocks = types_pb2.BlockList(block_ids=np.array(block_ids, "<u4").tobytes())
+        self._event(blocks_damaged=registry_pb2.BlocksDamaged(blocks=[blocks]))
+
     def stamp(self, block_ids: np.ndarray, generations: np.ndarray) -> None:
         """What the engine does before the first byte of a new occupant: I3."""
         self.stamps[block_ids] = np.maximum(self.stamps[block_ids], generations)
@@ -189,6 +202,11 @@ class TensorlessShard:
         message = registry_pb2.ShardEvent(event_id=self._last_event, **event)  # type: ignore[arg-type]
         self._events[self._last_event] = message
         self._send(event=message)
+
+    def _beat(self, gone: threading.Event) -> None:
+        while not gone.wait(self.heartbeat_seconds or 0.1):
+            if self.heartbeat_seconds is not None:
+                self._send(heartbeat=registry_pb2.ShardHeartbeat())
 
     def _read(self, call: object) -> None:
         try:
@@ -210,7 +228,9 @@ class TensorlessShard:
         ack = self._acks.get(command.sequence)
         if ack is None:
             ack = registry_pb2.CommandAck(sequence=command.sequence)
-            if kind == "create_pool":
+            if kind in self.fails:
+                ack.status.code, ack.status.message = 8, f"{kind} failed as the test wants"
+            elif kind == "create_pool":
                 self._create(command.create_pool)
             elif kind == "seal":
                 ack.success_bitmap = self._seal(command.seal)

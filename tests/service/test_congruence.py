@@ -149,6 +149,7 @@ def test_a_bad_step_is_refused_whole_and_those_behind_it_too(rig: MakeRig) -> No
         ({"acks": [types_pb2.Ack(op_id=5)]}, "step.acks[0].op_id"),
         ({"acknowledged_revocations": u64([3])}, "step.acknowledged_revocations[0]"),
         ({"completed": 9}, "step.completed_step"),
+        ({"admit": admit(new_sequence(B, [1], arrival_rank=1 << 63))}, "step.admit.sequences[0].arrival_rank"),
         (
             {
                 "admit": admit(
@@ -215,6 +216,59 @@ def test_steps_count_once(rig: MakeRig) -> None:
     with pytest.raises(Rejected) as refused:
         engine.receive()
     assert refused.value.error.metadata["limit"] == "unanswered_steps"
+
+
+def test_stored_answers_are_bounded(rig: MakeRig) -> None:
+    """I7: what the engine has confirmed is dropped, rejected steps included; id 0 is never a step."""
+    made = rig()
+    engine = WireEngine(made.control)
+    for _ in range(20):
+        with pytest.raises(Rejected):
+            engine.step(finish=finish(B))
+    engine.send(engine.request(step_id=0))
+    with pytest.raises(Rejected):
+        engine.receive()
+    engine.seen = engine.step_id
+    engine.step()
+
+
+@pytest.mark.parametrize("length", [40, 9000])
+def test_an_unknown_namespace_rejects_the_step_at_any_length(rig: MakeRig, length: int) -> None:
+    """Whether the prompt is hashed ahead or not: rejected, the stream goes on, the id is spent."""
+    made = rig(num_blocks=2048)
+    engine = WireEngine(made.control)
+    with pytest.raises(Rejected) as refused:
+        engine.step(admit=admit(new_sequence(A, range(length), namespace_id=99)))
+    assert type(refused.value.error) is errors.NotFoundError
+    engine.step(admit=admit(new_sequence(A, range(length))))
+
+
+def test_an_unknown_feature_rejects_the_step(rig: MakeRig) -> None:
+    """Section 10: refused, never ignored, and the stream goes on."""
+    made = rig()
+    engine = WireEngine(made.control)
+    engine.stream.send(cache_pb2.StepRequest(required_features=["f" * 1000], step=engine.request()))
+    with pytest.raises(Rejected) as refused:
+        engine.receive()
+    assert refused.value.error.metadata["feature"] == "f" * 64
+    engine.step()
+
+
+def test_namespaces_are_limited_and_an_error_adds_none(rig: MakeRig) -> None:
+    """The limit holds however often it is asked."""
+    made = rig(max_namespaces=3)
+    engine = WireEngine(made.control)
+
+    def register(name: str) -> int:
+        space = cache_pb2.NamespaceSpec(adapter_id=name)
+        request = cache_pb2.RegisterNamespaceRequest(session_id=engine.session_id, lease_epoch=1, namespace=space)
+        return int(made.control.register_namespace(request).namespace_id)
+
+    known = [register("a"), register("b")]
+    for name in ("c", "c", "d"):
+        with pytest.raises(errors.LimitExceededError):
+            register(name)
+    assert [register("a"), register("b")] == known
 
 
 def test_forks_share_blocks_and_copy_the_tail(rig: MakeRig) -> None:

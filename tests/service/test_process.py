@@ -51,8 +51,11 @@ def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"watermark": 1.5}, "watermark"),
         ({"no_such_key": 1}, "no_such_key"),
         ({"listen": ["0.0.0.0:1"]}, "listen"),
-        ({"tls_key": "k"}, "tls_certificate"),
-        ({"tls_client_ca": "c"}, "tls_certificate"),
+        ({"tls_key": "/nowhere"}, "tls_key"),
+        ({"tls_key": "/dev/null"}, "tls_certificate"),
+        ({"tls_client_ca": "/dev/null"}, "tls_certificate"),
+        ({"tenant_secret": "/nowhere"}, "tenant_secret"),
+        ({"metrics_address": "nonsense"}, "metrics_address"),
     ],
 )
 def test_a_bad_setting_is_named(settings: dict[str, Any], key: str) -> None:
@@ -109,12 +112,28 @@ def test_a_second_service_on_the_same_socket_is_refused(tmp_path: Path) -> None:
     again.stop()
 
 
-def test_a_bad_flag_is_one_line_on_stderr() -> None:
-    """The key and what is wrong with it; exit status 2."""
-    process = run_service("--watermark", "7")
+@pytest.mark.parametrize(
+    ("flags", "environment", "line"),
+    [
+        (["--watermark", "7"], {}, r"watermark: .*less than 1"),
+        ([], {"KVPLANE_CACHE_MAX_SESSIONS": "many"}, r"max_sessions: .*integer"),
+        ([], {CONFIG_VARIABLE: "/nowhere.toml"}, r"there is no file /nowhere.toml"),
+        (["--listen", "unix:/dev/null"], {}, r"/dev/null is there and is no socket"),
+    ],
+)
+def test_a_bad_start_is_one_line_on_stderr(flags: list[str], environment: dict[str, str], line: str) -> None:
+    """The key and what is wrong with it; never a traceback."""
+    process = run_service(*flags, **environment)
     _, logs = process.communicate(timeout=20)
-    assert process.returncode == 2
-    assert re.search(r"kvplane-cache: watermark: .*less than 1", logs)
+    assert process.returncode in (1, 2)
+    assert re.search(f"kvplane-cache: .*{line}", logs)
+    assert "Traceback" not in logs
+
+
+def test_a_list_in_the_environment_needs_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVPLANE_CACHE_LISTEN is an address, or several with commas."""
+    monkeypatch.setenv("KVPLANE_CACHE_LISTEN", "unix:/a,unix:/b")
+    assert load([]).listen == ["unix:/a", "unix:/b"]
 
 
 def test_health_says_when_a_pool_is_open(service: Callable[..., Any]) -> None:
@@ -143,6 +162,8 @@ def test_reflection_lists_the_services(service: Callable[..., Any]) -> None:
 
 def scrape(running: RunningService) -> dict[str, float]:
     """Samples of the Prometheus endpoint, by name with labels."""
+    plane = running.server.plane
+    running.on_loop(lambda: plane.metrics.refresh(plane.pools.values()))
     with urllib.request.urlopen(f"http://127.0.0.1:{running.server.metrics_port}/metrics", timeout=5) as page:
         lines = [line for line in page.read().decode().splitlines() if line and not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}

@@ -5,6 +5,7 @@ import gc
 import sys
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from kvplane.cache.service.config import CacheConfig, load
 from kvplane.cache.service.log import configure
@@ -20,6 +21,9 @@ def main() -> int:
             where = ".".join(str(part) for part in problem["loc"])
             print(f"kvplane-cache: {where or 'configuration'}: {problem['msg']}", file=sys.stderr)
         return 2
+    except (SettingsError, OSError, ValueError) as error:
+        print(f"kvplane-cache: configuration: {error}", file=sys.stderr)
+        return 2
     configure(config.log_format, config.log_level)
     # What start-up made lives as long as the process: a full collection need not walk it.
     gc.collect()
@@ -28,7 +32,7 @@ def main() -> int:
     gc.set_threshold(20_000, 20, 100)
     try:
         asyncio.run(_serve(config))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"kvplane-cache: {error}", file=sys.stderr)
         return 1
     return 0

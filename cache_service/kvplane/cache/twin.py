@@ -12,6 +12,7 @@ from kvplane.cache.service.control_plane import DEFAULT_TENANT, ControlPlane
 from kvplane.cache.service.pools import HostedPool
 from kvplane.cache.service.registrations import SHARD_FEATURES
 from kvplane.cache.service.sessions import EngineSession
+from kvplane.cache.service.shards import ShardLink
 from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
 from kvplane.wire import directory
 from kvplane.wire.errors import CancelledError, DeadlineExceededError, KvplaneError
@@ -69,8 +70,9 @@ class InProcessCacheControl:
 
     def __init__(self, config: CacheConfig) -> None:
         self.now = 0.0
+        self._links: list[ShardLink] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self.plane = ControlPlane(config, lambda: self.now, self._wake)
+        self.plane = ControlPlane(config, lambda: self.now, self._call_later)
 
     def open_session(self, request: cache_pb2.OpenSessionRequest) -> cache_pb2.OpenSessionResponse:
         """Take or resume a lease."""
@@ -129,10 +131,13 @@ class InProcessCacheControl:
         while unsent:
             link.acknowledged(registry_pb2.CommandAck(sequence=unsent.popleft().sequence))
         link.sender = lambda command: link.acknowledged(registry_pb2.CommandAck(sequence=command.sequence))
+        self._links.append(link)
 
     def advance(self, seconds: float) -> None:
         """Let time pass: leases run out, seals go out."""
         self.now += seconds
+        for link in self._links:
+            link.last_heard = self.now
         self.plane.tick()
         self.run_due()
 
@@ -142,5 +147,5 @@ class InProcessCacheControl:
             self._due.sort(key=lambda each: each[0])
             self._due.pop(0)[1]()
 
-    def _wake(self, delay: float, call: Callable[[], None]) -> None:
+    def _call_later(self, delay: float, call: Callable[[], None]) -> None:
         self._due.append((self.now + delay, call))

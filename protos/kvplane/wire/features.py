@@ -25,7 +25,7 @@ def require(required: Iterable[str]) -> None:
     for feature in required:
         if feature not in BUILT:
             raise UnsupportedFeatureError(
-                f"feature {feature!r} is unknown to this server or not built", metadata={"feature": feature}
+                f"feature {feature[:64]!r} is unknown to this server or not built", metadata={"feature": feature[:64]}
             )
 
 

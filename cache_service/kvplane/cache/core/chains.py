@@ -87,6 +87,7 @@ class Namespaces:
 
     def __init__(self, model: ModelIdentity) -> None:
         self._model = model
+        self._ids: dict[Namespace, int] = {}
         self._namespaces: list[Namespace] = []
         self._versions: list[int] = []
         self._roots: list[Digest] = []
@@ -95,10 +96,15 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._roots)
 
+    def __contains__(self, namespace: Namespace) -> bool:
+        return namespace in self._ids
+
     def register(self, namespace: Namespace, version: int = 0) -> int:
         """`namespace_id` of a namespace; the same one when it is registered already. 0 is the plain one."""
-        if namespace in self._namespaces:
-            return self._namespaces.index(namespace)
+        known = self._ids.get(namespace)
+        if known is not None:
+            return known
+        self._ids[namespace] = len(self._namespaces)
         self._namespaces.append(namespace)
         self._versions.append(version)
         self._roots.append(root_digest(self._model, namespace, version))

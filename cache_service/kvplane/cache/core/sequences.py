@@ -134,14 +134,14 @@ class SequenceRows:
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows in all."""
-        more = rows - len(self.records)
-        if more <= 0:
-            return
-        for name in self.__slots__:
-            column = getattr(self, name)
-            if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)]))
-        self.records += [None] * more
+        room = len(self.ids)
+        if rows > room:
+            more = max(rows, 2 * room) - room  # doubling: many small sessions must not copy all columns each
+            for name in self.__slots__:
+                column = getattr(self, name)
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)]))
+        self.records += [None] * (rows - len(self.records))
 
     def record(self, row: int) -> Sequence:
         """The record of a row that is not free."""

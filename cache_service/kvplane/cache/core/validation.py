@@ -256,8 +256,11 @@ class StepCheck(RowChecks):
             admit.chain.root == root and len(admit.chain) > num_tokens // config.block_tokens
         ):
             raise InvalidArgumentError.of(f"{field_name}.chain", "is longer than the prompt")
+        if admit.arrival_rank is not None and not 0 <= admit.arrival_rank < 1 << 63:
+            raise InvalidArgumentError.of(f"{field_name}.arrival_rank", "must be below 2^63")
+        whole = -(-num_tokens // config.block_tokens)
         for block, keys in admit.extra_keys.items():
-            if not 0 <= block < blocks or any(not 0x20 <= key.kind <= 0x2F for key in keys):
+            if not 0 <= block < whole or any(not 0x20 <= key.kind <= 0x2F for key in keys):
                 raise InvalidArgumentError.of(f"{field_name}.extra_keys[{block}]", "has no such block or kind")
 
     def _lengths(self, operation: Lengths, name: str, kind: Operation) -> tuple[I64, I64]:

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -24,7 +25,24 @@ CONFIG_VARIABLE = "KVPLANE_CACHE_CONFIG"
 
 
 def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) and not value.startswith("[") else value
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    if isinstance(value, list):
+        return [part for each in value for part in (_one_or_many(each) if isinstance(each, str) else [each])]  # type: ignore[attr-defined]
+    return value
+
+
+def _readable(path: Path | None) -> Path | None:
+    if path is not None:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ValueError(f"cannot be read: {error}") from error
+    return path
+
+
+ReadablePath = Annotated[Path | None, AfterValidator(_readable)]
+"""A file that can be read when the service starts."""
 
 
 class CacheConfig(BaseSettings):
@@ -33,23 +51,26 @@ class CacheConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVPLANE_CACHE_", extra="forbid", frozen=True, cli_kebab_case=True)
     toml_file: ClassVar[Path | None] = None
 
-    listen: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(
+    listen: Annotated[list[str], NoDecode, BeforeValidator(_one_or_many)] = Field(
         default_factory=lambda: [cache_address()],
         description="addresses to listen on: unix:/path, or host:port",
     )
-    tls_certificate: Path | None = Field(default=None, description="PEM certificate of this server, for TCP")
-    tls_key: Path | None = Field(default=None, description="PEM key of this server")
-    tls_client_ca: Path | None = Field(
+    tls_certificate: ReadablePath = Field(default=None, description="PEM certificate of this server, for TCP")
+    tls_key: ReadablePath = Field(default=None, description="PEM key of this server")
+    tls_client_ca: ReadablePath = Field(
         default=None, description="PEM authorities whose clients are accepted (mutual TLS)"
     )
     insecure: bool = Field(default=False, description="allow TCP without TLS beyond loopback")
     metrics_address: str = Field(
-        default="127.0.0.1:9464", description="host:port of the Prometheus endpoint; empty: none"
+        default="127.0.0.1:9464",
+        pattern=r"^(|[^\s:]+:\d{1,5})$",
+        description="host:port of the Prometheus endpoint; empty: none",
     )
     log_format: Literal["auto", "json", "console"] = Field(default="auto", description="auto: console on a terminal")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     reflection: bool = Field(default=True, description="serve the protos by reflection")
 
+    max_pools: int = Field(default=64, ge=1, le=4096, description="pools")
     max_sessions: int = Field(default=1024, ge=1, le=65_536, description="open sessions")
     max_sequences: int = Field(default=4096, ge=1, le=1 << 20, description="sequences of one session at the same time")
     max_prompt_tokens: int = Field(default=PROMPT_TOKENS, ge=1, le=1 << 30, description="tokens of one sequence")
@@ -61,7 +82,9 @@ class CacheConfig(BaseSettings):
     )
     shard_ttl_seconds: float = Field(default=10.0, ge=1, le=300, description="silence after which a shard is lost")
     drain_seconds: float = Field(default=5.0, ge=0, le=300, description="time that running calls get at shutdown")
-    tenant_secret: Path | None = Field(default=None, description="file whose bytes the tenants' salts are derived from")
+    tenant_secret: ReadablePath = Field(
+        default=None, description="file whose bytes the tenants' salts are derived from"
+    )
 
     @model_validator(mode="after")
     def _check_transport(self) -> "CacheConfig":
@@ -88,6 +111,8 @@ class CacheConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments first, then environment, then the TOML file."""
         path = os.environ.get(CONFIG_VARIABLE)
+        if path and not Path(path).is_file():
+            raise FileNotFoundError(f"{CONFIG_VARIABLE}: there is no file {path}")
         toml = (TomlConfigSettingsSource(settings_cls, Path(path)),) if path else ()
         return (init_settings, env_settings, *toml)
 

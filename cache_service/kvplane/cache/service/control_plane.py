@@ -15,12 +15,15 @@ from kvplane.cache.core import Chain
 from kvplane.cache.service import identities
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.decode import Surroundings, decode_sequence
+from kvplane.cache.service.endings import end_session
 from kvplane.cache.service.metrics import Metrics
-from kvplane.cache.service.pools import HostedPool
+from kvplane.cache.service.pools import CallLater, HostedPool, namespace_row
+from kvplane.cache.service.prompts import prompt_sequence
 from kvplane.cache.service.registrations import Registrations
 from kvplane.cache.service.sessions import EngineSession, Push
 from kvplane.cache.service.shards import Broadcast
-from kvplane.v1 import cache_pb2, registry_pb2, step_pb2, types_pb2
+from kvplane.cache.service.steps import apply_step
+from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
 from kvplane.wire import features, limits
 from kvplane.wire.errors import (
     InvalidArgumentError,
@@ -41,30 +44,33 @@ DEFAULT_TENANT = "default"
 
 
 class ControlPlane:
-    """All pools and sessions of one service. `clock` gives seconds; `wake(delay, call)` calls back later."""
+    """All pools and sessions of one service. `clock` gives seconds; `call_later(seconds, call)` calls back."""
 
-    def __init__(
-        self, config: CacheConfig, clock: Callable[[], float], wake: Callable[[float, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, config: CacheConfig, clock: Callable[[], float], call_later: CallLater) -> None:
         self.config = config
         self.clock = clock
         self.metrics = Metrics()
         self.pools: dict[str, HostedPool] = {}
         self.registrations = Registrations(self)
         self.draining = False
-        self._wake = wake
+        self._call_later = call_later
         self._lost_sessions: dict[int, None] = {}
         secret = config.tenant_secret.read_bytes() if config.tenant_secret else None
         self._tenant_secret = secret
-        self.metrics.watch(self.pools.values, clock)
 
     def new_pool(self, template: registry_pb2.RegisterRequest) -> HostedPool:
         """A pool whose first shard has registered."""
-
-        def wake(delay: float) -> None:
-            self._wake(delay, lambda: pool.pump(self.clock()))
-
-        pool = HostedPool(template, self.config, self.metrics, secrets.token_bytes(32), wake)
+        if template.pool_id not in self.pools:
+            _check_limit("pools", len(self.pools), self.config.max_pools)
+        pool = HostedPool(
+            template,
+            self.config,
+            self.metrics,
+            secrets.token_bytes(32),
+            self._call_later,
+            self.clock,
+            self.note_lost,
+        )
         self.pools[template.pool_id] = pool
         return pool
 
@@ -75,22 +81,24 @@ class ControlPlane:
             for session_id in pool.core.expired(now) if pool.core is not None else ():
                 self.metrics.lease_expiries.inc()
                 _log.warning("lease expired", session=session_id, pool=pool.pool_id)
-                pool.end_session(pool.sessions[session_id], _expired(session_id))
+                end_session(pool, pool.sessions[session_id], _expired(session_id))
         self.registrations.tick(now)
+        self.metrics.refresh(self.pools.values())
 
     # Sessions
 
     def open_session(
         self, request: cache_pb2.OpenSessionRequest, tenant_id: str
-    ) -> tuple[cache_pb2.OpenSessionResponse, Broadcast | None]:
-        """Take or resume a lease; the answer counts once all shards know the session."""
+    ) -> tuple[cache_pb2.OpenSessionResponse, Broadcast]:
+        """Take or resume a lease; the answer counts once all shards know the session (and its lease epoch)."""
         features.require(request.required_features)
         pool = self._pool(request.pool_id)
+        if request.resume_token:
+            session = self._resume(pool, request)
+            return self._opened(pool, session), self._serve(pool, session)
         core = pool.open_core()
         if self.draining:
             raise _draining()
-        if request.resume_token:
-            return self._resume(pool, request), None
         identities.require_same("model", pool.template.model, request.model)
         if request.HasField("layout"):
             identities.require_same("layout", pool.template.layout, request.layout)
@@ -120,12 +128,8 @@ class ControlPlane:
         )
         pool.sessions[session.session_id] = session
         _log.info("session opened", session=session.session_id, pool=pool.pool_id, engine=request.engine_name)
-        self._put_namespace(pool, namespace_id)
-        serve = registry_pb2.ServeSession(
-            session=self._served(session), secret_sha256=hashlib.sha256(session.secret).digest()
-        )
-        waits = Broadcast(pool.links.values(), registry_pb2.ControlResponse(serve_session=serve))
-        return self._opened(pool, session), waits
+        self._put_namespace(pool, namespace_id, tenant_id)
+        return self._opened(pool, session), self._serve(pool, session)
 
     def heartbeat(self, request: cache_pb2.HeartbeatRequest) -> cache_pb2.HeartbeatResponse:
         """Renew a lease."""
@@ -137,15 +141,17 @@ class ControlPlane:
         )
 
     def close_session(self, request: cache_pb2.CloseSessionRequest) -> cache_pb2.CloseSessionResponse:
-        """End a lease; closing one that is gone succeeds."""
-        try:
-            pool, session = self.session(request.session_id, request.lease_epoch)
-        except SessionExpiredError:
-            return cache_pb2.CloseSessionResponse()
-        _log.info("session closed", session=session.session_id, pool=pool.pool_id)
-        pool.end_session(session, _expired(session.session_id), drained=request.drained)
-        coming = session.core.deferred.coming if session.session_id in pool.sessions else 0
-        return cache_pb2.CloseSessionResponse(quarantined_blocks=coming)
+        """End a lease; closing one that is gone succeeds. An attached engine whose lease ran out can still say here
+        that its device work is over."""
+        for pool in self.pools.values():
+            session = pool.sessions.get(request.session_id)
+            if session is not None:
+                session.check_epoch(request.lease_epoch)
+                _log.info("session closed", session=session.session_id, pool=pool.pool_id)
+                end_session(pool, session, _expired(session.session_id), drained=request.drained)
+                coming = session.core.deferred.coming if session.session_id in pool.sessions else 0
+                return cache_pb2.CloseSessionResponse(quarantined_blocks=coming)
+        return cache_pb2.CloseSessionResponse()
 
     def register_namespace(
         self, request: cache_pb2.RegisterNamespaceRequest
@@ -163,10 +169,10 @@ class ControlPlane:
             root_digest=core.state.namespaces.root(namespace_id),
             version=core.state.namespaces.version(namespace_id),
         )
-        return response, self._put_namespace(pool, namespace_id)
+        return response, self._put_namespace(pool, namespace_id, session.tenant_id)
 
-    def lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupResponse:
-        """How much of a prompt is published."""
+    def lookup(self, request: cache_pb2.LookupRequest, hashed: Chain | None = None) -> cache_pb2.LookupResponse:
+        """How much of a prompt is published. `hashed` is what was hashed of it ahead."""
         pool, session = self.session(request.session_id, request.lease_epoch)
         if request.HasField("pin"):
             raise features.refuse("pin", "pin")
@@ -174,15 +180,8 @@ class ControlPlane:
         prompt = request.prompt
         tokens = unpack_u32("prompt.tokens", prompt.tokens)
         _check_limit("prompt_tokens", len(tokens) - 1, self.config.max_prompt_tokens)
-        sequence = step_pb2.NewSequence(
-            sequence_id=1,
-            tokens=prompt.tokens,
-            namespace_id=prompt.namespace_id,
-            content=prompt.content,
-            adapters=prompt.adapters,
-        )
-        admit = decode_sequence(sequence, "prompt", self._surroundings(pool, session))
-        chain = core.hash_prompt(admit.namespace_id, admit.tokens, dict(admit.extra_keys))
+        admit = decode_sequence(prompt_sequence(prompt), "prompt", self._surroundings(pool, session))
+        chain = core.hash_prompt(admit.namespace_id, admit.tokens, dict(admit.extra_keys), hashed)
         size = pool.template.model.block_tokens
         cap = len(tokens) - 1
         if request.HasField("max_hit_tokens"):
@@ -220,21 +219,21 @@ class ControlPlane:
         if session.close_stream is not None:
             session.close_stream(StaleEpochError(f"session {session.session_id} has a newer stream"))
         session.push, session.close_stream = push, close
+        session.confirm(opening.last_seen_step, opening.last_seen_notice)
         opened = session.respond()
         opened.opened.last_applied_step = session.core.ledger.newest_step
-        again = [answer for step_id, answer in sorted(session.answers.items()) if step_id > opening.last_seen_step]
-        again += [each for notice, each in sorted(session.notices.items()) if notice > opening.last_seen_notice]
+        again = [answer for _, answer in sorted(session.answers.items())]
+        again += [notice for _, notice in sorted(session.notices.items())]
         return pool, session, [opened, *again]
 
     def step(
         self, pool: HostedPool, session: EngineSession, request: cache_pb2.StepRequest, chains: Mapping[int, Chain]
     ) -> cache_pb2.StepResponse:
         """Answer one message of a bound stream. Raises what ends the stream."""
-        if request.required_features:
-            features.require(request.required_features)
         kind = request.WhichOneof("message")
         if kind == "step":
-            return pool.step(session, request.step, chains, self.clock())
+            return apply_step(pool, session, request, chains)
+        features.require(request.required_features)
         if kind == "declaration":
             raise features.refuse("declaration", "declaration")
         raise InvalidArgumentError.of("message", "is neither a step nor a declaration")
@@ -290,7 +289,13 @@ class ControlPlane:
             raise NotFoundError(f"pool {pool_id[:80]!r} does not exist", reason="POOL_NOT_FOUND")
         return pool
 
-    def _resume(self, pool: HostedPool, request: cache_pb2.OpenSessionRequest) -> cache_pb2.OpenSessionResponse:
+    def _serve(self, pool: HostedPool, session: EngineSession) -> Broadcast:
+        serve = registry_pb2.ServeSession(
+            session=self._served(session), secret_sha256=hashlib.sha256(session.secret).digest()
+        )
+        return Broadcast(pool.links.values(), registry_pb2.ControlResponse(serve_session=serve))
+
+    def _resume(self, pool: HostedPool, request: cache_pb2.OpenSessionRequest) -> EngineSession:
         for session in pool.sessions.values():
             live = not session.core.ended and session.core.expires_at > self.clock()
             if live and hmac.compare_digest(session.resume_token, request.resume_token):
@@ -301,7 +306,7 @@ class ControlPlane:
                     session.close_stream(StaleEpochError(f"session {session.session_id} was resumed elsewhere"))
                     session.push = session.close_stream = None
                 _log.info("session resumed", session=session.session_id, lease_epoch=session.lease_epoch)
-                return self._opened(pool, session)
+                return session
         raise SessionExpiredError("the resume token's session is gone")
 
     def _opened(self, pool: HostedPool, session: EngineSession) -> cache_pb2.OpenSessionResponse:
@@ -332,22 +337,12 @@ class ControlPlane:
 
     def _register(self, pool: HostedPool, namespace: Namespace) -> int:
         core = pool.open_core()
-        known = len(core.state.namespaces)
-        namespace_id = core.register_namespace(namespace)
-        if namespace_id >= known:
-            _check_limit("namespaces", known, self.config.max_namespaces)
-        return namespace_id
+        if namespace not in core.state.namespaces:
+            _check_limit("namespaces", len(core.state.namespaces), self.config.max_namespaces)
+        return core.register_namespace(namespace)
 
-    def _put_namespace(self, pool: HostedPool, namespace_id: int) -> Broadcast:
-        namespaces = pool.open_core().state.namespaces
-        row = registry_pb2.NamespaceRow(
-            namespace_id=namespace_id,
-            root_digest=namespaces.root(namespace_id),
-            version=namespaces.version(namespace_id),
-            tenant_id=DEFAULT_TENANT,
-            identity=namespaces.identity(namespace_id),
-        )
-        put = registry_pb2.PutNamespaces(namespaces=[row])
+    def _put_namespace(self, pool: HostedPool, namespace_id: int, tenant_id: str) -> Broadcast:
+        put = registry_pb2.PutNamespaces(namespaces=[namespace_row(pool.open_core(), namespace_id, tenant_id)])
         return Broadcast(pool.links.values(), registry_pb2.ControlResponse(put_namespaces=put))
 
     def _served(self, session: EngineSession) -> registry_pb2.ServedSession:

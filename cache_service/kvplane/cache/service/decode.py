@@ -11,7 +11,7 @@ from kvplane.v1 import step_pb2, types_pb2
 from kvplane.wire.digests import CONTENT_KINDS, ExtraKey, ExtraKeyKind, adapter_content
 from kvplane.wire.errors import FieldViolation, InvalidArgumentError
 from kvplane.wire.features import refuse
-from kvplane.wire.limits import SALT_BYTES, STEP_SEQUENCES
+from kvplane.wire.limits import SALT_BYTES, SPAN_BLOCKS, SPANS, STEP_SEQUENCES
 from kvplane.wire.packed import U64Array, unpack_u32, unpack_u64
 
 
@@ -210,6 +210,10 @@ def decode_sequence(message: step_pb2.NewSequence, field: str, around: Surroundi
         if message.HasField(name):
             raise refuse(name, f"{field}.{name}")
     check_name(message.request_name, f"{field}.request_name")
+    if message.arrival_rank >= 1 << 63:
+        raise InvalidArgumentError.of(f"{field}.arrival_rank", "must be below 2^63")
+    if len(message.content) + len(message.adapters) > SPANS:
+        raise InvalidArgumentError.of(f"{field}.content", f"has more than {SPANS} spans, adapters included")
     return Admit(
         sequence_id=message.sequence_id,
         tokens=message.tokens,
@@ -247,6 +251,8 @@ def extra_keys(message: step_pb2.NewSequence, block_tokens: int, field: str) -> 
         content = adapter_content(adapter.adapter_id, adapter.adapter_revision)
         for block, offset in _overlaps(adapter, message, block_tokens, where):
             keys.setdefault(block, []).append(ExtraKey(ExtraKeyKind.ADAPTER, content, offset))
+    if sum(len(each) for each in keys.values()) > SPAN_BLOCKS:
+        raise InvalidArgumentError.of(f"{field}.content", f"spans overlap more than {SPAN_BLOCKS} blocks in all")
     return {block: tuple(each) for block, each in keys.items()}
 
 

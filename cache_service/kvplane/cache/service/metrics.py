@@ -1,7 +1,7 @@
 """Prometheus metrics: counters at the edge, gauges read from the pools when they are scraped."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.step_seconds = StepSeconds()
         self.registry.register(self.step_seconds)
+        self._pools = PoolCollector()
+        self.registry.register(self._pools)
         self.rejected_steps = Counter(
             "kvplane_rejected_steps", "Steps that were refused", ["reason"], registry=self.registry
         )
@@ -66,20 +68,23 @@ class Metrics:
         self._preemptions.labels(preemption.reason.name).inc()
         self._preempted_tokens.inc(preemption.tokens_to_recompute)
 
-    def watch(self, pools: Callable[[], Iterable["HostedPool"]], clock: Callable[[], float]) -> None:
-        """Read gauges from the pools at every scrape."""
-        self.registry.register(PoolCollector(pools, clock))
+    def refresh(self, pools: Iterable["HostedPool"]) -> None:
+        """Take a snapshot of the pools, on the thread that changes them; scrapes read the last one."""
+        self._pools.refresh(pools)
 
 
 class PoolCollector(Collector):
     """Gauges of the pools: blocks by state and their sum, sequences with ages, sessions, fragmentation."""
 
-    def __init__(self, pools: Callable[[], Iterable["HostedPool"]], clock: Callable[[], float]) -> None:
-        self._pools = pools
-        self._clock = clock
+    def __init__(self) -> None:
+        self._snapshot: list[Metric] = []
 
     def collect(self) -> Iterator[Metric]:
-        """All families, one sample per pool."""
+        """The last snapshot."""
+        yield from self._snapshot
+
+    def refresh(self, pools: Iterable["HostedPool"]) -> None:
+        """Make a snapshot: all families, one sample per pool."""
         blocks = GaugeMetricFamily("kvplane_blocks", "Blocks by state", labels=["pool", "state"])
         total = GaugeMetricFamily("kvplane_pool_blocks", "Blocks without the null block", labels=["pool"])
         drift = GaugeMetricFamily(
@@ -111,7 +116,7 @@ class PoolCollector(Collector):
                 ("evicted_blocks", "Published blocks evicted"),
             )
         }
-        for pool in self._pools():
+        for pool in pools:
             sessions.add_metric([pool.pool_id], len(pool.sessions))
             shards.add_metric([pool.pool_id], sum(link.connected for link in pool.links.values()))
             if pool.core is None:
@@ -130,7 +135,10 @@ class PoolCollector(Collector):
             deferred.add_metric([pool.pool_id], sum(each.deferred.coming for each in waits))
             lag.add_metric(
                 [pool.pool_id],
-                max((each.ledger.newest_step - each.deferred.completed_step for each in waits), default=0),
+                max(
+                    (each.ledger.newest_step - each.deferred.completed_step for each in waits if each.deferred.coming),
+                    default=0,
+                ),
             )
             rows = core.state.rows
             for status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED):
@@ -142,5 +150,17 @@ class PoolCollector(Collector):
             running = rows.status == Status.RUNNING
             cover, known = int(rows.cover[running].sum()), int(rows.known[running].sum())
             slots.add_metric([pool.pool_id], max(0, cover - known) / cover if cover else 0.0)
-        yield from (blocks, total, drift, reserved, deferred, lag, sequences, waiting, slots, sessions, shards)
-        yield from counters.values()
+        self._snapshot = [
+            blocks,
+            total,
+            drift,
+            reserved,
+            deferred,
+            lag,
+            sequences,
+            waiting,
+            slots,
+            sessions,
+            shards,
+            *counters.values(),
+        ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvplane.cache.service import identities
+from kvplane.cache.service.endings import process_gone, session_drained
 from kvplane.cache.service.pools import HostedPool
 from kvplane.cache.service.shards import Sender, ShardLink
 from kvplane.v1 import registry_pb2
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
+INCARNATION_MAX = 2**31
+EPOCH_MAX = 2**62
+"""Numbers that a shard cannot have reached honestly; past them nothing could rise any more."""
+
 SHARD_FEATURES = ("seal", "fence")
 """What a shard must have built to serve a pool."""
 
@@ -43,31 +48,30 @@ class Registrations:
         """Admit a shard. A new boot in a rank whose old one is silent means that the pool's bytes are gone."""
         features.require(request.required_features)
         _check(request)
-        pool = self._plane.pools.get(request.pool_id) or self._plane.new_pool(request)
+        pool = self._plane.pools.get(request.pool_id)
+        if pool is None or pool.abandoned:
+            # Nothing is left of it: a new deployment may bring another model.
+            pool = self._plane.new_pool(request)
         _check_agrees(pool, request)
         old = pool.links.get(request.shard.rank)
-        now = self._plane.clock()
         if old is not None and old.boot_id != request.boot_id:
             if old.connected:
                 raise AlreadyExistsError(
                     f"rank {request.shard.rank} of pool {pool.pool_id} is served by boot {old.boot_id}",
                     metadata={"boot_id": str(old.boot_id)},
                 )
-            self._lose(pool, f"shard {request.shard.rank} came back with another boot")
-        held = request.held_pool.incarnation if request.HasField("held_pool") else 0
-        if held >= pool.incarnation:
-            if pool.core is not None:
-                self._lose(pool, f"shard {request.shard.rank} has followed incarnation {held}")
-            pool.incarnation = held + 1
-        pool.pool_epoch = max(pool.pool_epoch, request.held_pool.pool_epoch)
-        if old is not None and old.boot_id == request.boot_id:
+            self._remove(pool, old, f"shard {request.shard.rank} came back with another boot")
+            old = None
+        self._follow(pool, request, known=old is not None)
+        now = self._plane.clock()
+        if old is not None:
             link = old
-            link.incarnation = pool.incarnation
         else:
             self._last_id += 1
             link = ShardLink(self._last_id, request, pool.incarnation, now)
             pool.links[request.shard.rank] = link
             self._links[link.registration_id] = (pool, link)
+        link.incarnation = pool.incarnation
         link.last_heard = now
         _log.info("shard registered", pool=pool.pool_id, rank=link.rank, boot_id=link.boot_id)
         return registry_pb2.RegisterResponse(
@@ -88,6 +92,8 @@ class Registrations:
         if found is None:
             raise NotFoundError("the registration is unknown: register again", reason="REGISTRATION_NOT_FOUND")
         pool, link = found
+        if pool.links.get(link.rank) is not link:
+            raise NotFoundError("the registration was replaced: register again", reason="REGISTRATION_NOT_FOUND")
         if request.boot_id != link.boot_id:
             raise StaleEpochError(f"boot {request.boot_id} is not the registered one")
         if request.incarnation > pool.incarnation:
@@ -103,7 +109,6 @@ class Registrations:
         kind = request.WhichOneof("message")
         if kind == "ack":
             link.acknowledged(request.ack)
-            pool.pump(self._plane.clock())
         elif kind == "event":
             if link.next_event(request.event.event_id):
                 self._event(pool, link, request.event)
@@ -117,19 +122,29 @@ class Registrations:
             pool.stream_lost(link)
 
     def tick(self, now: float) -> None:
-        """Shards that were away longer than their time to live are lost."""
-        ttl = self._plane.config.shard_ttl_seconds
+        """Shards that were silent for longer than their time to live are lost, connected or not."""
         for pool in self._plane.pools.values():
-            gone = [link for link in pool.links.values() if not link.connected and now - link.last_heard > ttl]
-            for link in gone:
-                del pool.links[link.rank]
-                self._links.pop(link.registration_id, None)
-            if gone and pool.core is not None:
-                self._lose(pool, f"shard {gone[0].rank} was away for more than {ttl:g} s")
+            for link in list(pool.links.values()):
+                ttl = self._plane.config.shard_ttl_seconds
+                if link.register.ttl_ms:
+                    ttl = min(ttl, link.register.ttl_ms / 1000)
+                if now - link.last_heard > ttl:
+                    self._remove(pool, link, f"shard {link.rank} was silent for more than {ttl:g} s")
 
-    def _lose(self, pool: HostedPool, reason: str) -> None:
-        self._plane.note_lost(list(pool.sessions))
-        pool.lose(reason)
+    def _remove(self, pool: HostedPool, link: ShardLink, reason: str) -> None:
+        self._links.pop(link.registration_id, None)
+        pool.remove(link, reason)
+
+    def _follow(self, pool: HostedPool, request: registry_pb2.RegisterRequest, *, known: bool) -> None:
+        """Make sure that the pool's incarnation is above any that the shard has followed; a shard that this control
+        plane knows has followed this very one."""
+        held = request.held_pool.incarnation if request.HasField("held_pool") else 0
+        pool.pool_epoch = max(pool.pool_epoch, request.held_pool.pool_epoch)
+        if held < pool.incarnation or (known and held == pool.incarnation):
+            return
+        pool.incarnation = held + 1
+        if pool.core is not None:
+            pool.lose(f"shard {request.shard.rank} has followed incarnation {held}")
 
     def _event(self, pool: HostedPool, link: ShardLink, event: registry_pb2.ShardEvent) -> None:
         kind = event.WhichOneof("event")
@@ -140,11 +155,14 @@ class Registrations:
                 session.processes.add((link.rank, process.pid, process.start_ticks))
         elif kind == "process_gone":
             process = event.process_gone.process
-            pool.process_gone(event.process_gone.session_id, (link.rank, process.pid, process.start_ticks))
+            process_gone(pool, event.process_gone.session_id, (link.rank, process.pid, process.start_ticks))
+        elif kind == "session_drained":
+            session_drained(pool, event.session_drained.session_id)
+        elif kind == "blocks_damaged":
+            pool.distrust(f"shard {link.rank} has damaged blocks")
         elif kind == "superseded":
             _log.error("superseded", pool=pool.pool_id, rank=link.rank, incarnation=event.superseded.incarnation)
-        else:
-            _log.warning("event without a handler", pool=pool.pool_id, rank=link.rank, event_kind=kind)
+            pool.stream_lost(link)
 
 
 def _check(request: registry_pb2.RegisterRequest) -> None:
@@ -159,6 +177,10 @@ def _check(request: registry_pb2.RegisterRequest) -> None:
         raise InvalidArgumentError.of("boot_id", "must not be 0")
     if not 2 <= request.max_blocks < 1 << 31:
         raise InvalidArgumentError.of("max_blocks", f"is {request.max_blocks}, must be between 2 and 2^31 - 1")
+    if request.held_pool.incarnation >= INCARNATION_MAX:
+        raise InvalidArgumentError.of("held_pool.incarnation", f"is not below {INCARNATION_MAX}")
+    if request.held_pool.pool_epoch >= EPOCH_MAX:
+        raise InvalidArgumentError.of("held_pool.pool_epoch", f"is not below {EPOCH_MAX}")
     if request.ttl_ms > TTL_MS_MAX:
         raise InvalidArgumentError.of("ttl_ms", f"is {request.ttl_ms}, at most {TTL_MS_MAX}")
     if request.directory_version != directory.VERSION:

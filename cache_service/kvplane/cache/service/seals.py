@@ -1,6 +1,5 @@
 """Seals on their way: batched over all sessions, one batch in flight, at most one per interval (I3)."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +16,10 @@ if TYPE_CHECKING:
 class SealPump:
     """Takes filled blocks from a core to all shards and their acknowledgements back. One per epoch of a pool."""
 
-    def __init__(
-        self, pool: "HostedPool", core: CacheCore, interval_seconds: float, wake: Callable[[float], None]
-    ) -> None:
+    def __init__(self, pool: "HostedPool", core: CacheCore, interval_seconds: float) -> None:
         self._pool = pool
         self._core = core
         self._interval = interval_seconds
-        self._wake = wake
         self._covered: dict[int, int] | None = None
         """Newest step of each session whose fills the batch under way covers; None: no batch is under way."""
         self._next = 0.0
@@ -38,12 +34,13 @@ class SealPump:
         """Call `pump` when the next batch may go out: behind the answer, so that no engine waits for its seals."""
         if self._covered is None and not self._woken and len(self._core.state.sealing):
             self._woken = True
-            self._wake(max(0.0, self._next - now))
+            self._pool.call_later(max(0.0, self._next - now), self._pump)
 
-    def pump(self, now: float) -> None:
+    def _pump(self) -> None:
         """Send the next batch, if there is one and it is due."""
+        now = self._pool.clock()
         self._woken = False
-        if self._covered is not None or not len(self._core.state.sealing):
+        if self._pool.seals is not self or self._covered is not None or not len(self._core.state.sealing):
             return
         if now < self._next:
             self.pump_soon(now)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -52,10 +53,10 @@ class CacheServer:
         """Bind and serve. Raises `RuntimeError` that names an address which cannot be bound."""
         loop = asyncio.get_running_loop()
 
-        def wake(delay: float, call: Callable[[], None]) -> None:
+        def call_later(delay: float, call: Callable[[], None]) -> None:
             loop.call_later(delay, call)
 
-        self.plane = ControlPlane(self.config, loop.time, wake)
+        self.plane = ControlPlane(self.config, loop.time, call_later)
         self._server = grpc.aio.server(options=server_options())
         # The stubs call RPCs abstract that the generated base answers with UNIMPLEMENTED.
         cache_servicer: type[Any] = CacheServicer
@@ -66,13 +67,13 @@ class CacheServer:
         if self.config.reflection:
             names = (CACHE_SERVICE, REGISTRY_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
-        for address in self.config.listen:
-            self.addresses.append(self._bind(address))
+        # Only this user may connect, from the first moment on.
+        mask = os.umask(0o177)
+        try:
+            self.addresses = [self._bind(address) for address in self.config.listen]
+        finally:
+            os.umask(mask)
         await self._server.start()
-        for address in self.addresses:
-            path = socket_path(address)
-            if path is not None:
-                path.chmod(0o600)
         if self.config.metrics_address:
             host, _, port = self.config.metrics_address.rpartition(":")
             self._metrics = prometheus_client.start_http_server(int(port), host, self.plane.metrics.registry)
@@ -89,8 +90,8 @@ class CacheServer:
     def _bind(self, address: str) -> str:
         path = socket_path(address)
         if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_stale(address)
+            _private(path.parent)
+            _remove_stale(path)
             self._server.add_insecure_port(address)
             return address
         try:
@@ -154,15 +155,24 @@ class CacheServer:
         await self.stop()
 
 
-def _remove_stale(address: str) -> None:
-    """Remove a socket that nobody listens on. Raises `RuntimeError` when somebody does."""
-    path = socket_path(address)
-    if path is None or not path.exists():
+def _private(folder: Path) -> None:
+    """Make the socket's folder, or see that it is this user's alone. Raises `RuntimeError` when it is not."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if folder.name.startswith("kvplane") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise RuntimeError(f"listen: {folder} belongs to another user, or others may write to it")
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens on. Raises `RuntimeError` when somebody does, or when it is no socket."""
+    if not path.exists():
         return
+    if not path.is_socket():
+        raise RuntimeError(f"listen: {path} is there and is no socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
         try:
             probe.connect(os.fspath(path))
-        except OSError:
+        except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-    raise RuntimeError(f"listen: another process listens on {address}")
+    raise RuntimeError(f"listen: another process listens on {path}")

@@ -5,8 +5,8 @@ RPCs that are not built are answered by the generated base class: UNIMPLEMENTED.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
@@ -14,14 +14,14 @@ import structlog
 
 from kvplane.cache.core import Chain
 from kvplane.cache.service.control_plane import DEFAULT_TENANT, ControlPlane
-from kvplane.cache.service.pools import HostedPool
-from kvplane.cache.service.prompts import long_prompts
+from kvplane.cache.service.pools import RETRY_SECONDS, HostedPool
+from kvplane.cache.service.prompts import long_prompts, prompt_sequence
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.cache.service.shards import Broadcast
-from kvplane.v1 import cache_pb2, registry_pb2
+from kvplane.v1 import cache_pb2, registry_pb2, step_pb2
 from kvplane.v1.cache_pb2_grpc import CacheServiceServicer
 from kvplane.v1.registry_pb2_grpc import PoolRegistryServiceServicer
-from kvplane.wire.errors import InternalError, KvplaneError
+from kvplane.wire.errors import InternalError, KvplaneError, UnavailableError
 from kvplane.wire.status import abort_status
 
 _log = structlog.get_logger(__name__)
@@ -46,18 +46,41 @@ async def _answer(context: Context, name: str, call: Callable[[], Answer]) -> An
     except Exception:
         _log.exception("rpc", rpc=name, code="INTERNAL")
         await _refuse(context, InternalError(f"{name} failed; see the server's log"))
-    _log.debug("rpc", rpc=name, code="OK")
+    _log.info("rpc", rpc=name, code="OK")
     return answer
 
 
-def _settled(broadcast: Broadcast | None) -> Awaitable[None]:
-    """Done when every shard has acknowledged."""
+async def _settled(context: Context, name: str, broadcast: Broadcast) -> None:
+    """Wait until every shard has acknowledged. What a shard could not do is refused, never reported as done."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    if broadcast is None:
-        future.set_result(None)
-    else:
-        broadcast.then(lambda _: None if future.done() else future.set_result(None))
-    return future
+    broadcast.then(lambda _: None if future.done() else future.set_result(None))
+    await future
+    if broadcast.failed:
+        reasons = {command.ack.status.message for command in broadcast.commands if command.ack and command.failed}
+        error = UnavailableError(
+            f"{name}: a shard could not do its part: {'; '.join(sorted(reasons))}", retry_after_seconds=RETRY_SECONDS
+        )
+        _log.error("rpc", rpc=name, code=error.code.name, reason=error.message)
+        await _refuse(context, error)
+
+
+@asynccontextmanager
+async def _stream(context: Context, name: str, end: "StreamEnd") -> AsyncIterator[None]:
+    """What ends a stream's handler: an error of ours, a newer stream, the peer, or a bug, which is logged."""
+    _log.info("stream opened", rpc=name)
+    try:
+        yield
+    except KvplaneError as error:
+        _log.info("stream ended", rpc=name, code=error.code.name, reason=error.reason)
+        await _refuse(context, error)
+    except asyncio.CancelledError:
+        if end.error is None:
+            raise
+        _log.info("stream ended", rpc=name, code=end.error.code.name, reason=end.error.reason)
+        await _refuse(context, end.error)
+    except Exception:
+        _log.exception("stream ended", rpc=name, code="INTERNAL")
+        await _refuse(context, InternalError(f"{name} failed; see the server's log"))
 
 
 class StreamWriter(Generic[Message]):
@@ -72,17 +95,22 @@ class StreamWriter(Generic[Message]):
     async def write(self, message: Message) -> None:
         """Send a message behind those that wait already."""
         self._queue.append(message)
-        await self._flush()
+        await self.flush()
+
+    def extend(self, messages: Iterable[Message]) -> None:
+        """Queue messages; `flush` sends them."""
+        self._queue.extend(messages)
 
     def put(self, message: Message) -> None:
         """Send a message from code that does not await."""
         self._queue.append(message)
         if not self._writing:
-            task = asyncio.get_running_loop().create_task(self._flush())
+            task = asyncio.get_running_loop().create_task(self.flush())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """Send what waits, unless that is under way already."""
         if self._writing:
             return
         self._writing = True
@@ -123,7 +151,7 @@ class CacheServicer(CacheServiceServicer):
         response, waits = await _answer(
             context, "OpenSession", lambda: self._plane.open_session(request, DEFAULT_TENANT)
         )
-        await _settled(waits)
+        await _settled(context, "OpenSession", waits)
         return response
 
     async def Heartbeat(self, request: cache_pb2.HeartbeatRequest, context: Context) -> cache_pb2.HeartbeatResponse:
@@ -141,12 +169,16 @@ class CacheServicer(CacheServiceServicer):
     ) -> cache_pb2.RegisterNamespaceResponse:
         """Name a namespace."""
         response, waits = await _answer(context, "RegisterNamespace", lambda: self._plane.register_namespace(request))
-        await _settled(waits)
+        await _settled(context, "RegisterNamespace", waits)
         return response
 
     async def Lookup(self, request: cache_pb2.LookupRequest, context: Context) -> cache_pb2.LookupResponse:
         """How much of a prompt is published."""
-        return await _answer(context, "Lookup", lambda: self._plane.lookup(request))
+        hashed: dict[int, Chain] = {}
+        with suppress(KvplaneError):
+            bound = self._plane.session(request.session_id, request.lease_epoch)
+            hashed = await self._hash_ahead(*bound, [prompt_sequence(request.prompt)])
+        return await _answer(context, "Lookup", lambda: self._plane.lookup(request, next(iter(hashed.values()), None)))
 
     async def GetPool(self, request: cache_pb2.GetPoolRequest, context: Context) -> cache_pb2.GetPoolResponse:
         """One pool."""
@@ -162,33 +194,31 @@ class CacheServicer(CacheServiceServicer):
         """A session's stream: one answer per step, notices in between (written with `context.write`)."""
         writer: StreamWriter[cache_pb2.StepResponse] = StreamWriter(context)
         end = StreamEnd()
+        push = writer.put
         bound: tuple[HostedPool, EngineSession] | None = None
         try:
-            async for request in request_iterator:
-                if bound is None:
-                    pool, session, responses = self._plane.open_stream(request, writer.put, end.close)
-                    bound = (pool, session)
-                    for response in responses:
-                        await writer.write(response)
-                    continue
-                chains = await self._hash_ahead(*bound, request) if request.step.HasField("admit") else {}
-                await writer.write(self._plane.step(*bound, request, chains))
-        except KvplaneError as error:
-            await _refuse(context, error)
-        except asyncio.CancelledError:
-            if end.error is None:
-                raise
-            await _refuse(context, end.error)
+            async with _stream(context, "Step", end):
+                async for request in request_iterator:
+                    if bound is None:
+                        pool, session, responses = self._plane.open_stream(request, push, end.close)
+                        bound = (pool, session)
+                        # All at once: a notice that comes meanwhile must not overtake older ones.
+                        writer.extend(responses)
+                        await writer.flush()
+                        continue
+                    step = request.step
+                    chains = await self._hash_ahead(*bound, step.admit.sequences) if step.HasField("admit") else {}
+                    await writer.write(self._plane.step(*bound, request, chains))
         finally:
-            if bound is not None and bound[1].push == writer.put:
+            if bound is not None and bound[1].push is push:
                 bound[1].push = bound[1].close_stream = None
 
     async def _hash_ahead(
-        self, pool: HostedPool, session: EngineSession, request: cache_pb2.StepRequest
+        self, pool: HostedPool, session: EngineSession, sequences: Sequence[step_pb2.NewSequence]
     ) -> dict[int, Chain]:
-        """Hash long prompts in slices and let other sessions in between: the step itself stays short."""
+        """Hash long prompts in slices and let other sessions in between: what follows stays short."""
         chains = {}
-        for prompt in long_prompts(pool, session, request.step, self._plane.config.max_prompt_tokens):
+        for prompt in long_prompts(pool, session, sequences, self._plane.config.max_prompt_tokens):
             while prompt.hash_slice():
                 await asyncio.sleep(0)
             if prompt.chain is not None:
@@ -214,18 +244,12 @@ class RegistryServicer(PoolRegistryServiceServicer):
         sender, end, registrations = writer.put, StreamEnd(), self._plane.registrations
         bound = None
         try:
-            async for request in request_iterator:
-                if bound is None:
-                    bound = registrations.open_control(request, sender, end.close)
-                else:
-                    registrations.control(*bound, request)
-        except KvplaneError as error:
-            await _refuse(context, error)
-        except asyncio.CancelledError:
-            if end.error is None:
-                raise
-            await _refuse(context, end.error)
+            async with _stream(context, "Control", end):
+                async for request in request_iterator:
+                    if bound is None:
+                        bound = registrations.open_control(request, sender, end.close)
+                    else:
+                        registrations.control(*bound, request)
         finally:
             if bound is not None:
-                with suppress(KvplaneError):
-                    registrations.lost(*bound, sender)
+                registrations.lost(*bound, sender)

@@ -88,11 +88,14 @@ class EngineSession:
         if step.acknowledged_revocations:
             for revocation in unpack_u64("step.acknowledged_revocations", step.acknowledged_revocations).tolist():
                 self.revocations.pop(revocation, None)
-        seen = step.last_seen_step
-        for step_id in [step_id for step_id in self.answers if step_id <= seen]:
+        self.confirm(step.last_seen_step, step.last_seen_notice)
+
+    def confirm(self, last_seen_step: int, last_seen_notice: int) -> None:
+        """Drop what the engine has acted on."""
+        for step_id in [step_id for step_id in self.answers if step_id <= last_seen_step]:
             del self.answers[step_id]
         if self.notices:
-            for notice_id in [notice_id for notice_id in self.notices if notice_id <= step.last_seen_notice]:
+            for notice_id in [notice_id for notice_id in self.notices if notice_id <= last_seen_notice]:
                 del self.notices[notice_id]
 
     def drained_sequences(self, packed: bytes) -> tuple[int, ...]:
