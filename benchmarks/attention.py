@@ -8,26 +8,23 @@ object.
 """
 
 import argparse
-import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # Spinning OpenMP threads of torch would take the cores from whatever is measured next.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-import numba
+import _vllm_cpu_op as vllm_cpu_op
 import numpy as np
 import torch
-import vllm_cpu_op
+from _machine import describe_machine, finish
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -94,9 +91,7 @@ def show(title: str, timings: dict[str, Timing], unit: str, amount: float) -> No
     print(f"\n{title}")
     for name, timing in timings.items():
         rate = amount / timing.median / 1e9
-        print(
-            f"  {name:34} {timing.median * 1e3:9.3f} ms   p99 {timing.p99 * 1e3:9.3f} ms   {rate:8.2f} {unit}"
-        )
+        print(f"  {name:34} {timing.median * 1e3:9.3f} ms   p99 {timing.p99 * 1e3:9.3f} ms   {rate:8.2f} {unit}")
 
 
 def ratio(timings: dict[str, Timing], ours: str, theirs: str) -> float:
@@ -115,9 +110,7 @@ def paged(shape: Shape, dtype: torch.dtype, tokens: int, layout: Layout = Layout
     """A layer that holds so many tokens."""
     blocks = tokens // BLOCK_SIZE + 1
     inner = (shape.kv_heads, BLOCK_SIZE) if layout is Layout.HND else (BLOCK_SIZE, shape.kv_heads)
-    return PagedKv.of(
-        *(random_tensor(blocks, *inner, shape.head_dim, dtype=dtype) for _ in range(2)), layout=layout
-    )
+    return PagedKv.of(*(random_tensor(blocks, *inner, shape.head_dim, dtype=dtype) for _ in range(2)), layout=layout)
 
 
 def random_tables(sequences: int, tokens: int) -> NDArray[np.int64]:
@@ -154,9 +147,7 @@ def read_blocks(
         sums[i] = horizontal_sum(add(add(a, b), add(c, d)))
 
 
-def measure_decode(
-    shape: Shape, dtype: torch.dtype, sequences: int, tokens: int, rounds: int
-) -> dict[str, float]:
+def measure_decode(shape: Shape, dtype: torch.dtype, sequences: int, tokens: int, rounds: int) -> dict[str, float]:
     """One decode step of a layer, against contiguous attention and the bandwidth of reading its blocks."""
     layer = paged(shape, dtype, sequences * tokens)
     other = paged(shape, dtype, sequences * tokens, Layout.NHD)
@@ -234,8 +225,7 @@ def measure_write(tokens: int, rounds: int) -> dict[str, float]:
     source = torch.cat([key.flatten(), value.flatten()])
     target = random_tensor(2 * pool_tokens * shape.kv_heads * shape.head_dim, dtype=dtype)
     places = [
-        target[i * source.numel() % (target.numel() - source.numel() + 1) :][: source.numel()]
-        for i in range(turns)
+        target[i * source.numel() % (target.numel() - source.numel() + 1) :][: source.numel()] for i in range(turns)
     ]
 
     def write(plans: list[AttentionPlan]) -> None:
@@ -278,23 +268,18 @@ def measure_prefill(dtype: torch.dtype, new: int, prefix: int, rounds: int) -> d
     shape, group = LLAMA, LLAMA.query_heads // LLAMA.kv_heads
     total = new + prefix
     layer = paged(shape, dtype, total)
-    plan = kernels.plan(
-        layer.geometry, random_tables(1, total), [total], [new], num_query_heads=shape.query_heads
-    )
+    plan = kernels.plan(layer.geometry, random_tables(1, total), [total], [new], num_query_heads=shape.query_heads)
     query = random_tensor(new, shape.query_heads, shape.head_dim, dtype=dtype)
     # KV heads as the batch, query heads of a group as heads: torch then reads shared keys without a copy
     grouped = query.view(new, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3).contiguous()
     key, value = (
-        random_tensor(shape.kv_heads, 1, total, shape.head_dim, dtype=dtype).expand(-1, group, -1, -1)
-        for _ in range(2)
+        random_tensor(shape.kv_heads, 1, total, shape.head_dim, dtype=dtype).expand(-1, group, -1, -1) for _ in range(2)
     )
     mask = torch.full((new, total), -torch.inf, dtype=dtype).triu(prefix + 1)
     timings = interleaved(
         {
             "paged": lambda: kernels.attend(plan, query, layer),
-            "sdpa, contiguous, mask": lambda: scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask
-            ),
+            "sdpa, contiguous, mask": lambda: scaled_dot_product_attention(grouped, key, value, attn_mask=mask),
         },
         rounds,
     )
@@ -318,9 +303,7 @@ def measure_cascade(dtype: torch.dtype, rounds: int) -> dict[str, float]:
     def attention(kv: PagedKv, tables: NDArray[np.int64], shared_tokens: int) -> Callable[[], object]:
         lengths = [prefix + own] * sequences
         heads = shape.query_heads
-        plan = kernels.plan(
-            kv.geometry, tables, lengths, num_query_heads=heads, shared_prefix_tokens=shared_tokens
-        )
+        plan = kernels.plan(kv.geometry, tables, lengths, num_query_heads=heads, shared_prefix_tokens=shared_tokens)
         return lambda: kernels.attend(plan, query, kv)
 
     timings = interleaved(
@@ -354,29 +337,16 @@ def measure_plan(rounds: int) -> dict[str, float]:
     return {"plan_us_1024": round(timings["plan"].median * 1e6)}
 
 
-def cpu_name() -> str:
-    """The model as the kernel reports it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-
-
 def main() -> int:
     """Measure, print, end with the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu",), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few seconds: fewer rounds, 64 MiB of KV")
     options = parser.parse_args()
     torch.manual_seed(0)
     np.random.seed(0)
     rounds = 3 if options.quick else 15
-    versions = {"Python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    versions["numba"] = numba.__version__
-    print(f"{cpu_name()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.2f}")
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    describe_machine()
     print(f"threads: {kernels.get_num_threads()}, of torch {torch.get_num_threads()}")
     print(warm_up((torch.bfloat16, torch.float32)))
     results: dict[str, float] = {}
@@ -393,7 +363,7 @@ def main() -> int:
     # the smaller one is the claim: a shared prefix that fits the last-level cache is cheap to read again
     results["cascade_speedup"] = min(results["cascade_speedup_bf16"], results["cascade_speedup_fp32"])
     print(f"\nload {os.getloadavg()[0]:.2f}")
-    print(json.dumps(results))
+    finish(results)
     return 0
 
 

@@ -89,17 +89,14 @@ def poison(work: Any) -> None:
 
 def pool_tensors(case: Case, num_blocks: int, fill: float = torch.nan) -> tuple[PagedKv, tuple[Tensor, ...]]:
     """A layer of `num_blocks` blocks in the case's layout, and the tensors under it."""
-    inner = (
-        (case.block_size, case.kv_heads) if case.layout is Layout.NHD else (case.kv_heads, case.block_size)
-    )
+    inner = (case.block_size, case.kv_heads) if case.layout is Layout.NHD else (case.kv_heads, case.block_size)
     sizes = [num_blocks // case.segments] * case.segments
     sizes[-1] += num_blocks - sum(sizes)
     if case.interleaved:
         blocks = [torch.full((size, 2, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
         return PagedKv.interleaved(blocks, layout=case.layout), tuple(blocks)
     keys, values = (
-        [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
-        for _ in range(2)
+        [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes] for _ in range(2)
     )
     return PagedKv.of(keys, values, layout=case.layout), (*keys, *values)
 
@@ -134,9 +131,7 @@ def build(case: Case, seed: int = 0) -> Batch:
                 shape = (case.kv_heads, filled, case.head_dim)
                 part[:, :filled] = torch.randn(shape, generator=torch_random).to(case.dtype)
     rows = sum(queries for _, queries in case.sequences) + case.padding_tokens
-    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(
-        case.dtype
-    )
+    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(case.dtype)
     return Batch(case, layer, pools, tables, query)
 
 
@@ -178,7 +173,6 @@ ALL: tuple[Case, ...] = (
         replace(case, name=f"{case.name}, {name}", dtype=dtype)
         for case in MATRIX
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-        if case.name
-        in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3")
+        if case.name in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3")
     ),
 )

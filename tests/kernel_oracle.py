@@ -19,12 +19,8 @@ def dense_attention(batch: Batch) -> Tensor:
             continue
         first = 0 if case.window is None else max(0, length - queries + 1 - case.window)
         skipped = first // case.block_size
-        blocks = [
-            block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]
-        ]
-        key, value = (
-            torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True)
-        )
+        blocks = [block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]]
+        key, value = (torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True))
         key, value = (part.repeat_interleave(case.group, 0) for part in (key, value))
         scores = batch.query[rows].transpose(0, 1) @ key.transpose(1, 2) * plan.scale
         if case.soft_cap is not None:

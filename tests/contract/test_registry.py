@@ -3,7 +3,7 @@
 import pytest
 
 from contract import implementations
-from contract.registry import RPCS, Built
+from contract.registry import RPCS, Built, CallerOnly
 
 
 def test_registry_names_every_rpc_and_no_other() -> None:
@@ -23,12 +23,19 @@ def test_registry_tells_the_truth(rpc: str) -> None:
         implementations.called_by(rpc),
         implementations.twins_of(rpc),
     )
+    if isinstance(entry, CallerOnly):
+        assert not servicers + twins, f"{rpc} is registered as not served, but the code has {servicers + twins}"
+        assert entry.client in clients, f"{rpc}: no client call {entry.client}; the code has {clients}"
+        return
     if not isinstance(entry, Built):
         found = servicers + clients + twins
         assert not found, f"{rpc} is registered as not built, but the code has {found}"
         return
     assert entry.servicer in servicers, f"{rpc}: no servicer method {entry.servicer}; the code has {servicers}"
-    assert entry.client in clients, f"{rpc}: no client call {entry.client}; the code has {clients}"
+    if entry.client is None:
+        assert not clients, f"{rpc}: registered without a client, but the code has {clients}"
+    else:
+        assert entry.client in clients, f"{rpc}: no client call {entry.client}; the code has {clients}"
     assert ([entry.twin] if entry.twin else []) == twins, f"{rpc}: registered twin {entry.twin}; the code has {twins}"
     method = implementations.rpcs()[rpc]
     assert implementations.streams_answers(implementations.resolve(entry.servicer)) == method.server_streaming, (

@@ -234,7 +234,7 @@ async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> byt
     return request
 
 
-ECHO = grpc.unary_unary_rpc_method_handler(echo)
+ECHO: "grpc.RpcMethodHandler[bytes, bytes]" = grpc.unary_unary_rpc_method_handler(echo)
 
 
 async def ports_and_limits() -> tuple[bool, grpc.StatusCode]:

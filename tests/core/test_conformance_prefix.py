@@ -244,6 +244,7 @@ def test_reset_keeps_waiting_sequences_and_hashes_them_again(settled: bool) -> N
     assert admission is None
     core.reset()
     engine.settle()
+    assert published(core, engine.tables[writer]) == [False] * 4
     engine.settles = True
     again = engine.ask_again(waiting)
     assert again is not None

@@ -182,7 +182,8 @@ def test_i5_a_fork_shares_full_blocks_and_copies_the_tail() -> None:
     assert engine.result is not None
     copies = engine.result.copies
     assert engine.tables[one][:2] == engine.tables[two][:2] == engine.tables[parent][:2]
-    assert references(core, engine.tables[parent]) == [3, 3, 3]
+    # Three tables and two pins on the shared blocks, one table and two pins on the parent's tail.
+    assert references(core, engine.tables[parent]) == [5, 5, 3]
     assert [(copy.source_id, copy.num_slots) for copy in copies] == [(engine.tables[parent][2], 8)] * 2
     assert [copy.destination_id for copy in copies] == [engine.tables[one][2], engine.tables[two][2]]
     engine.finish(parent)
@@ -236,7 +237,10 @@ def test_i5_a_fork_at_a_block_boundary_copies_nothing() -> None:
 
 BAD_STEPS = [
     ("advance.sequence_ids[1]", {"advance": Advance(u64(1 << 32, 9 << 32), u32(1, 2), u32(0, 0), u32(1, 1))}),
-    ("advance.sequence_ids[1]", {"advance": Advance(u64(1 << 32, 1 << 32), u32(1, 2), u32(40, 40), u32(1, 1))}),
+    (
+        "advance.sequence_ids[1]",
+        {"advance": Advance(u64(1 << 32, 1 << 32), u32(1, 2), u32(40, 40), u32(1, 1))},
+    ),
     ("advance.tokens", {"advance": Advance(u64(1 << 32), u32(1, 2), u32(40), u32(41))}),
     ("advance.num_committed[0]", {"advance": Advance(u64(1 << 32), u32(1), u32(42), u32(41))}),
     ("advance.num_committed[0]", {"advance": Advance(u64(1 << 32), u32(1), u32(39), u32(41))}),
@@ -278,7 +282,10 @@ BAD_STEPS = [
             "finish": Finish(u64(1 << 32), u32(1)),
         },
     ),
-    ("extend.sequence_ids[0]", {"finish": Finish(u64(1 << 32), u32(1)), "extend": Lengths(u64(1 << 32), u32(1))}),
+    (
+        "extend.sequence_ids[0]",
+        {"finish": Finish(u64(1 << 32), u32(1)), "extend": Lengths(u64(1 << 32), u32(1))},
+    ),
     ("forks[0].parent_id", {"forks": (Fork((1 << 32) + 1, ((1 << 32) + 9,)),)}),
 ]
 
@@ -291,10 +298,10 @@ def test_i6_a_bad_step_is_refused_whole_naming_the_field(field: str, operations:
     assert running == 1 << 32
     engine.ask([2] * 40, max_admissions=0)
     before = core.statistics(), engine.tables, core.state.rows.known.tolist(), core.state.rows.ids.tolist()
+    # A good operation before the bad one must not be applied either.
+    counted = {"observe", "advance", "commit", "rollback"} & operations.keys()
+    good = {} if counted else {"observe": Observe(u64(1 << 32), u32(1), u32(5))}
     with pytest.raises(InvalidArgumentError) as caught:
-        # A good operation before the bad one must not be applied either.
-        counted = {"observe", "advance", "commit", "rollback"} & operations.keys()
-        good = {} if counted else {"observe": Observe(u64(1 << 32), u32(1), u32(5))}
         engine.step(**good, **operations)
     assert [violation.field for violation in caught.value.violations] == [field]
     after = core.statistics(), engine.tables, core.state.rows.known.tolist(), core.state.rows.ids.tolist()
@@ -425,6 +432,9 @@ def test_i9_a_victim_of_another_session_keeps_its_blocks_until_it_has_drained() 
     result = other.step(extend=Lengths(u64(victim), u32(81)))
     assert [each.sequence_id for each in result.skipped] == [victim]
     assert core.statistics().quarantined == 5
+    assert other.ask_again(victim) is None
+    assert other.result is not None
+    assert other.result.states[-1].reason == Reason.NOT_DRAINED
     other.step(drained=(victim,))
     assert core.statistics().quarantined == 0
     result = mine.step(extend=Lengths(u64(first), u32(81)))

@@ -18,9 +18,7 @@ def test_matrix(case: Case) -> None:
     assert_as_good_as_torch(batch, *batch.attend())
 
 
-_LENGTHS = st.one_of(
-    st.sampled_from((0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 511, 512, 513)), st.integers(0, 600)
-)
+_LENGTHS = st.one_of(st.sampled_from((0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 511, 512, 513)), st.integers(0, 600))
 
 
 @st.composite

@@ -26,9 +26,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
-    loaded = run_python(
-        "import sys, kvplane.kernels; print({'numba', 'grpc', 'google', 'triton'} & set(sys.modules))"
-    )
+    loaded = run_python("import sys, kvplane.kernels; print({'numba', 'grpc', 'google', 'triton'} & set(sys.modules))")
     assert loaded.strip() == "set()"
 
 

@@ -40,8 +40,6 @@ def test_01_02_offsets_and_ids_are_not_truncated(layout: Layout) -> None:
     assert torch.equal(pool[num_blocks - 3], pool[num_blocks - 1])
     key, _ = kernels.gather_blocks(layer, [num_blocks - 1])
     assert torch.equal(key.view(-1, HEAD_DIM), rows[0, :16].view(-1, HEAD_DIM))
-    assert kernels.checksum_blocks(layer, [num_blocks - 1]) == kernels.checksum_blocks(
-        layer, [num_blocks - 3]
-    )
+    assert kernels.checksum_blocks(layer, [num_blocks - 1]) == kernels.checksum_blocks(layer, [num_blocks - 3])
     kernels.zero_blocks(layer, [num_blocks - 1])
     assert not pool[num_blocks - 1].any()

@@ -152,6 +152,4 @@ def test_queries_of_another_dtype_than_the_cache(query_dtype: torch.dtype, cache
     out, _ = kernels.attend(batch.plan(), query, batch.layer)
     expected, _ = reference.attend(batch.plan(), query, batch.layer)
     assert out.dtype == query_dtype
-    torch.testing.assert_close(
-        out.double(), expected, rtol=0, atol=2e-6 if query_dtype == torch.float32 else 2e-2
-    )
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6 if query_dtype == torch.float32 else 2e-2)

@@ -62,9 +62,7 @@ def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> No
             limit = f"[{plan.num_tokens} or more, {geometry.num_kv_heads}, {geometry.head_dim}] expected"
             raise ShapeError(name, f"{limit}, got {tuple(rows.shape)}")
         if rows.dtype != geometry.dtype or rows.device != geometry.device:
-            raise DtypeError(
-                name, f"{geometry.dtype} on {geometry.device} expected, got {rows.dtype} on {rows.device}"
-            )
+            raise DtypeError(name, f"{geometry.dtype} on {geometry.device} expected, got {rows.dtype} on {rows.device}")
         if rows.stride(2) != 1:
             raise StrideError(name, f"the head dimension must be contiguous, its stride is {rows.stride(2)}")
     backend_for(geometry.device).write(plan, key, value, layer)
@@ -149,8 +147,7 @@ def scatter_blocks(layer: PagedKv, blocks: Integers, key: Tensor, value: Tensor)
         if tensor.dtype != layer.geometry.dtype or tensor.device != layer.geometry.device:
             raise DtypeError(
                 name,
-                f"{layer.geometry.dtype} on {layer.geometry.device} expected, "
-                f"got {tensor.dtype} on {tensor.device}",
+                f"{layer.geometry.dtype} on {layer.geometry.device} expected, got {tensor.dtype} on {tensor.device}",
             )
     backend_for(layer.geometry.device).scatter_blocks(layer, ids, key.contiguous(), value.contiguous())
 
@@ -181,9 +178,7 @@ def _check_rows(name: str, rows: Tensor, shape: tuple[int, ...], device: torch.d
     if rows.shape != shape:
         raise ShapeError(name, f"{shape} expected, got {tuple(rows.shape)}")
     if rows.dtype not in SUPPORTED_DTYPES or rows.device != device:
-        raise DtypeError(
-            name, f"one of {SUPPORTED_DTYPES} on {device} expected, got {rows.dtype} on {rows.device}"
-        )
+        raise DtypeError(name, f"one of {SUPPORTED_DTYPES} on {device} expected, got {rows.dtype} on {rows.device}")
     if rows.stride(-1) != 1:
         raise StrideError(name, f"the head dimension must be contiguous, its stride is {rows.stride(-1)}")
 

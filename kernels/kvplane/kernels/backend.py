@@ -22,9 +22,7 @@ class Backend(Protocol):
         """The backend's own part of a plan: work list, workspace, device copies."""
         ...
 
-    def attend(
-        self, plan: "AttentionPlan", query: Tensor, layer: "PagedKv", out: Tensor, lse: Tensor
-    ) -> None:
+    def attend(self, plan: "AttentionPlan", query: Tensor, layer: "PagedKv", out: Tensor, lse: Tensor) -> None:
         """Fill `out` and `lse`, every row of them."""
         ...
 
@@ -32,9 +30,7 @@ class Backend(Protocol):
         """Store the rows' keys and values at the plan's slots."""
         ...
 
-    def copy_blocks(
-        self, layer: "PagedKv", sources: NDArray[np.int64], destinations: NDArray[np.int64]
-    ) -> None:
+    def copy_blocks(self, layer: "PagedKv", sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
         """Copy blocks as if all were read before any is written."""
         ...
 

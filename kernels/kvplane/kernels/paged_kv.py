@@ -119,9 +119,7 @@ def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> K
     if first.dtype not in SUPPORTED_DTYPES:
         raise UnsupportedFeatureError("keys.dtype", f"{first.dtype} is not one of {SUPPORTED_DTYPES}")
     if not HEAD_DIM_MULTIPLE <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
-        raise ShapeError(
-            "head_dim", f"a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM} expected, got {head_dim}"
-        )
+        raise ShapeError("head_dim", f"a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM} expected, got {head_dim}")
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ShapeError("block_size", f"a power of two up to {MAX_BLOCK_SIZE} expected, got {block_size}")
     if num_kv_heads < 1:
@@ -147,9 +145,7 @@ def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> K
 
 def _check_strides(name: str, segment: Tensor, reference: Tensor) -> None:
     if segment.stride() != reference.stride():
-        raise StrideError(
-            name, f"segments need equal strides, got {segment.stride()} and {reference.stride()}"
-        )
+        raise StrideError(name, f"segments need equal strides, got {segment.stride()} and {reference.stride()}")
     if segment.stride(3) != 1:
         raise StrideError(name, f"the head dimension must be contiguous, its stride is {segment.stride(3)}")
     aligned = ALIGNMENT_BYTES // segment.element_size()

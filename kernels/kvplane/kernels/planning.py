@@ -108,9 +108,7 @@ def plan(
     _check_shared_prefix(geometry, tables, lengths, window, shared_prefix_tokens)
     num_tokens = int(queries.sum()) + padding_tokens
     own_slots = (
-        _slots_of(geometry, tables, lengths, queries, num_tokens)
-        if slots is None
-        else integers("slots", slots, 1)
+        _slots_of(geometry, tables, lengths, queries, num_tokens) if slots is None else integers("slots", slots, 1)
     )
     _check_slots(geometry, own_slots, num_tokens)
     return AttentionPlan(
@@ -171,9 +169,7 @@ def _check_sizes(
     wrong = np.flatnonzero((queries > lengths) & (lengths > 0))
     if wrong.size:
         b = wrong[0]
-        raise ShapeError(
-            "query_lengths", f"sequence {b} has {queries[b]} query tokens but only {lengths[b]} in all"
-        )
+        raise ShapeError("query_lengths", f"sequence {b} has {queries[b]} query tokens but only {lengths[b]} in all")
 
 
 def _check_tables(
@@ -221,9 +217,7 @@ def _check_shared_prefix(
     prefix = tables[members, : shared // geometry.block_size]
     if members.size and (prefix != prefix[0]).any():
         b = members[np.flatnonzero((prefix != prefix[0]).any(axis=1))[0]]
-        raise TableError(
-            name, f"the table of sequence {b} differs from that of sequence {members[0]} in the prefix"
-        )
+        raise TableError(name, f"the table of sequence {b} differs from that of sequence {members[0]} in the prefix")
 
 
 def _slots_of(
@@ -251,8 +245,6 @@ def _check_slots(geometry: KvGeometry, slots: NDArray[np.int64], num_tokens: int
     end = geometry.num_blocks * geometry.block_size
     bad = used[(used < geometry.block_size) | (used >= end)]
     if bad.size:
-        raise SlotError(
-            "slots", f"{bad[0]} is not {PADDING_SLOT} and not in {geometry.block_size}..{end - 1}"
-        )
+        raise SlotError("slots", f"{bad[0]} is not {PADDING_SLOT} and not in {geometry.block_size}..{end - 1}")
     if np.unique(used).size != used.size:
         raise SlotError("slots", "a slot is named by two rows; which of them would win is undefined")

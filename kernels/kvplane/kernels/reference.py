@@ -26,13 +26,9 @@ def attend(plan: AttentionPlan, query: Tensor, layer: PagedKv) -> tuple[Tensor, 
     out = torch.zeros(plan.num_tokens, heads, dim, dtype=torch.float64)
     lse = torch.full((plan.num_tokens, heads), -torch.inf, dtype=torch.float64)
     row = 0
-    for table, length, queries in zip(
-        plan.block_tables, plan.sequence_lengths, plan.query_lengths, strict=True
-    ):
+    for table, length, queries in zip(plan.block_tables, plan.sequence_lengths, plan.query_lengths, strict=True):
         start = 0 if plan.window is None else max(0, length - queries + 1 - plan.window)
-        slots = (
-            [slot_of(layer, int(table[p // size]), p % size) for p in range(start, length)] if queries else []
-        )
+        slots = [slot_of(layer, int(table[p // size]), p % size) for p in range(start, length)] if queries else []
         for position in range(length - queries, length):
             first = start if plan.window is None else max(0, position - plan.window + 1)
             last = position if plan.causal else length - 1
@@ -53,8 +49,6 @@ def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> No
     """As `kvplane.kernels.write`."""
     for row, slot in enumerate(plan.slots.tolist()):
         if slot >= 0:
-            to_key, to_value = slot_of(
-                layer, slot // plan.geometry.block_size, slot % plan.geometry.block_size
-            )
+            to_key, to_value = slot_of(layer, slot // plan.geometry.block_size, slot % plan.geometry.block_size)
             to_key.copy_(key[row])
             to_value.copy_(value[row])

@@ -169,8 +169,8 @@ class _StateReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateReas
     """It is alone and does not fit: there is nobody left to yield."""
     STATE_REASON_PARENT_NOT_RUNNING: _StateReason.ValueType  # 15
     """The parent of a fork was not running any more."""
-    STATE_REASON_SESSION_ENDED: _StateReason.ValueType  # 16
-    """Its session ended."""
+    STATE_REASON_NOT_DRAINED: _StateReason.ValueType  # 16
+    """It was revoked, and its session has not acknowledged that yet."""
 
 class StateReason(_StateReason, metaclass=_StateReasonEnumTypeWrapper):
     """StateReason says why a sequence is in its state."""
@@ -207,8 +207,8 @@ STATE_REASON_NO_VICTIM: StateReason.ValueType  # 14
 """It is alone and does not fit: there is nobody left to yield."""
 STATE_REASON_PARENT_NOT_RUNNING: StateReason.ValueType  # 15
 """The parent of a fork was not running any more."""
-STATE_REASON_SESSION_ENDED: StateReason.ValueType  # 16
-"""Its session ended."""
+STATE_REASON_NOT_DRAINED: StateReason.ValueType  # 16
+"""It was revoked, and its session has not acknowledged that yet."""
 Global___StateReason: _TypeAlias = StateReason  # noqa: Y015
 
 class _StepOperation:

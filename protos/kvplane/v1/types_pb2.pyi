@@ -974,9 +974,9 @@ class PoolStats(_message.Message):
     reserved_blocks: _builtins.int
     """Blocks that running sequences' unfinished prompts still need."""
     running_sequences: _builtins.int
-    """Running sequences."""
+    """Running sequences. Counted for GetPool and ListPools only."""
     waiting_sequences: _builtins.int
-    """Waiting sequences."""
+    """Waiting sequences, preempted ones included. Counted for GetPool and ListPools only."""
     query_tokens: _builtins.int
     """Tokens looked up at admission since the pool was opened."""
     hit_tokens: _builtins.int

@@ -91,6 +91,13 @@ class SessionExpiredError(NotFoundError):
     default_reason = "SESSION_EXPIRED"
 
 
+class AlreadyExistsError(KvplaneError):
+    """The place is taken by another that is alive."""
+
+    code = Code.ALREADY_EXISTS
+    default_reason = "ALREADY_EXISTS"
+
+
 class PreconditionError(KvplaneError):
     """The request was right for a state that is over. Refresh what the reason names, then ask again."""
 

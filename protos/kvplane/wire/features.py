@@ -13,7 +13,10 @@ SLIDING_WINDOW = "sliding_window"
 CONTENT_SPANS = "content_spans"
 """Extra keys for content besides tokens."""
 
-BUILT = frozenset({STEPS, SLIDING_WINDOW, CONTENT_SPANS})
+ADAPTER_SPANS = "adapter_spans"
+"""Extra keys for tokens computed under another adapter."""
+
+BUILT = frozenset({STEPS, SLIDING_WINDOW, CONTENT_SPANS, ADAPTER_SPANS})
 """What this release has built."""
 
 
@@ -22,7 +25,7 @@ def require(required: Iterable[str]) -> None:
     for feature in required:
         if feature not in BUILT:
             raise UnsupportedFeatureError(
-                f"feature {feature!r} is unknown to this server or not built", metadata={"feature": feature}
+                f"feature {feature[:64]!r} is unknown to this server or not built", metadata={"feature": feature[:64]}
             )
 
 

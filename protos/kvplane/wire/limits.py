@@ -32,5 +32,11 @@ NAME_BYTES = 256
 SALT_BYTES = 64
 """Bytes of a sub-salt and of a content hash."""
 
+SPANS = 256
+"""Content and adapter spans of one prompt."""
+
+SPAN_BLOCKS = 65_536
+"""Blocks that all spans of one prompt overlap, together."""
+
 BLOCK_TOKENS_MAX = 256
 """Tokens of the largest block."""

@@ -4,7 +4,7 @@ No clock, no I/O, no randomness, no grpc, no tensor library: time and events go 
 decisions come out as values. Where to find a rule:
 
 - `core`: `CacheCore`, what callers use; `config`, `requests`, `results`: its values
-- `steps`: the order in which a step applies; `validation`: what makes a step malformed
+- `steps`: the order in which a step applies; `validation`, `row_checks`: what makes a step malformed
 - `tokens`: observe, commit, rollback; `growth`: extend and preempt; `forks`; `admission`
 - `columns`, `blocks`: block states, references, generations; `eviction`, `preemption`: the two policies
 - `chains`: digests and namespaces; `prefix_index`: digest -> block; `groups`: attention kinds

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvplane.cache.core import tokens as token_ops
-from kvplane.cache.core.arrays import U32
+from kvplane.cache.core.arrays import I64, NO_I64
 from kvplane.cache.core.requests import Admit, Step
 from kvplane.cache.core.results import Admission, HitReason, Reason, SequenceState
 from kvplane.cache.core.sequences import Sequence, Status
@@ -17,7 +17,7 @@ _RECENT_TICKS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Hit:
-    blocks: U32
+    blocks: I64
     """Table entries that hit, nulls before `first_real`."""
     first_real: int
     reason: HitReason
@@ -70,7 +70,6 @@ class Admissions:
             priority=admit.priority,
             arrival=state.arrivals if admit.arrival_rank is None else admit.arrival_rank,
             ranked=ranked,
-            prompt_tokens=len(admit.tokens) // 4,
             chain=admit.chain or state.namespaces.chain(admit.namespace_id),
             tokens=admit.tokens,
         )
@@ -80,6 +79,8 @@ class Admissions:
         state = self._state
         if not state.ready:
             return Reason.POOL_NOT_READY
+        if self._context.session.deferred.awaits(sequence.sequence_id):
+            return Reason.NOT_DRAINED
         caching = state.config.prefix_caching and (sequence.read_cache or sequence.write_cache)
         if caching:
             # Also when the limits refuse it: a refused sequence is known and hashed.
@@ -112,7 +113,7 @@ class Admissions:
         if sequence.max_hit_tokens is not None and sequence.max_hit_tokens < cap:
             reason, cap = HitReason.CAPPED, sequence.max_hit_tokens
         limit = cap // size
-        nothing = np.empty(0, np.uint32)
+        nothing = NO_I64
         if not state.config.prefix_caching:
             return _Hit(nothing, 0, HitReason.CACHING_OFF)
         if not sequence.read_cache:
@@ -122,7 +123,7 @@ class Admissions:
         index, first_real = state.pool.index, 0
         if state.rules.prefix_closed:
             count = index.longest_prefix(chain.blob, limit)
-            blocks = index.find_all(chain.array(count))
+            blocks = index.find_all(chain.array(count)) if count else nothing
         else:
             blocks = index.find_all(chain.array(limit))
             count, first_real = state.rules.longest_hit(blocks != 0)
@@ -167,7 +168,7 @@ class Admissions:
             state.reserve(sequence.row, total_blocks)
         return Reason.NONE
 
-    def _run(self, sequence: Sequence, table: U32, hit: _Hit, slots: int, writes: bool) -> None:
+    def _run(self, sequence: Sequence, table: I64, hit: _Hit, slots: int, writes: bool) -> None:
         state, columns, row = self._state, self._state.rows, sequence.row
         tokens = np.frombuffer(sequence.tokens, np.uint32)
         cached = len(hit.blocks) * state.config.block_tokens

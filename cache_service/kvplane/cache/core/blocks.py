@@ -6,7 +6,7 @@ or `quarantined` (all its references are deferred). Block 0 is the null block: i
 
 import numpy as np
 
-from kvplane.cache.core.arrays import NO_U32, U8, U32, U64
+from kvplane.cache.core.arrays import I64, NO_I64, U8, U32, U64
 from kvplane.cache.core.columns import BlockColumns
 from kvplane.cache.core.eviction import EvictionPolicy
 from kvplane.cache.core.prefix_index import PrefixIndex
@@ -32,7 +32,7 @@ class BlockPool:
         self._first_generation = np.uint64((incarnation << 32) + 1)
         self._last_generation = np.uint64((incarnation << 32) + 0xFFFF_FFFF)
         self._restored = False
-        self._stack: U32 = np.arange(self.num_blocks - 1, -1, -1, dtype=np.uint32)
+        self._stack: I64 = np.arange(self.num_blocks - 1, -1, -1)
         self._top = self.num_blocks - 1
 
     @property
@@ -50,20 +50,18 @@ class BlockPool:
         """Blocks that somebody may read or write now."""
         return self.num_blocks - 1 - self._top - len(self.policy) - self.quarantined
 
-    def free_order(self) -> U32:
+    def free_order(self) -> I64:
         """Free blocks in the order in which they will be taken."""
         return self._stack[: self._top][::-1].copy()
 
-    def take(self, count: int) -> U32:
+    def take(self, count: int) -> I64:
         """`count` blocks with one reference and a new generation each; the caller has checked `available`."""
         if count == 0:
-            return NO_U32
-        top = self._top
-        if count > top:
-            self._evict(count - top)
-            top = self._top
-        self._top = top - count
-        ids = self._stack[self._top : top][::-1].copy()
+            return NO_I64
+        rest = max(self._top - count, 0)
+        ids = self._stack[rest : self._top][::-1]
+        self._top = rest
+        ids = ids.copy() if len(ids) == count else np.concatenate([ids, self._evict(count - len(ids))])
         generation = self.columns.generation
         newest = generation[ids] + _NEXT
         if self._restored:
@@ -73,7 +71,7 @@ class BlockPool:
         self.columns.references[ids] = 1
         return ids
 
-    def hold(self, ids: U32) -> None:
+    def hold(self, ids: I64) -> None:
         """Add a reference to each block: a hit, a fork, a pin."""
         columns = self.columns
         references = columns.references[ids]
@@ -83,7 +81,7 @@ class BlockPool:
         if self.quarantined:
             self.quarantined -= int(np.count_nonzero((columns.deferred[ids] == references) & (references > 0)))
 
-    def release(self, ids: U32) -> None:
+    def release(self, ids: I64) -> None:
         """Drop a reference of each block, a chain's tail first: what nobody holds becomes cached or free."""
         columns = self.columns
         references = columns.references[ids] - _ONE
@@ -93,13 +91,13 @@ class BlockPool:
         if np.count_nonzero(columns.deferred[ids]):
             self.quarantined += int(np.count_nonzero((columns.deferred[ids] == references) & (references > 0)))
 
-    def defer(self, ids: U32) -> None:
+    def defer(self, ids: I64) -> None:
         """Turn a reference of each block into a deferred one (I9)."""
         columns = self.columns
         columns.deferred[ids] += _ONE
         self.quarantined += int(np.count_nonzero(columns.deferred[ids] == columns.references[ids]))
 
-    def release_deferred(self, ids: U32) -> None:
+    def release_deferred(self, ids: I64) -> None:
         """Drop a deferred reference of each block: its session can no longer touch it."""
         columns = self.columns
         columns.deferred[ids] -= _ONE
@@ -109,7 +107,7 @@ class BlockPool:
         self.quarantined -= int(np.count_nonzero(gone))
         self._unreferenced(ids[gone])
 
-    def unindex(self, ids: U32) -> None:
+    def unindex(self, ids: I64) -> None:
         """Take indexed blocks out of the index; those without a holder become free.
 
         The caller names whole subtrees, so that no indexed block loses its parent.
@@ -124,7 +122,7 @@ class BlockPool:
 
     def restore(
         self,
-        block_ids: U32,
+        block_ids: I64,
         generations: U64,
         digests: U8,
         parent_digests: U8,
@@ -139,14 +137,12 @@ class BlockPool:
         columns.digest[block_ids] = digests
         columns.depth[block_ids] = depths
         columns.namespace[block_ids] = namespace_ids
-        index.build(block_ids)
-        kept = index.find_all(digests) == block_ids
-        index.remove(block_ids[~kept])
-        parents = np.zeros(len(block_ids), np.uint32)
+        kept = index.build(block_ids)
+        parents = np.zeros(len(block_ids), np.int64)
         if prefix_closed:
             inner = depths > 0
             while True:
-                parents[inner] = index.find_all(parent_digests[inner])
+                parents = index.find_all(parent_digests) * inner
                 orphans = kept & inner & (parents == 0)
                 if not np.count_nonzero(orphans):
                     break
@@ -166,19 +162,16 @@ class BlockPool:
         self._top = len(free)
         return len(block_ids)
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int) -> I64:
         victims = self.policy.victims(count)
         columns = self.columns
         np.subtract.at(columns.children, columns.parent[victims], _ONE)
         self.index.remove(victims, remember=True)
         columns.indexed[victims] = False
         self.evicted_blocks += count
-        # Victims are taken after the blocks that were free already.
-        self._stack[count : count + self._top] = self._stack[: self._top].copy()
-        self._stack[:count] = victims[::-1]
-        self._top += count
+        return victims
 
-    def _unreferenced(self, ids: U32) -> None:
+    def _unreferenced(self, ids: I64) -> None:
         spent = self.columns.generation[ids] == self._last_generation
         if np.count_nonzero(spent):
             self.columns.references[ids[spent]] = 1
@@ -196,8 +189,8 @@ class BlockPool:
         if self.spares:
             canonical = [self.spares.pop(block) for block in ids.tolist() if block in self.spares]
             for block in canonical:
-                self.release(np.array([block], np.uint32))
+                self.release(np.array([block]))
 
-    def _push(self, ids: U32) -> None:
+    def _push(self, ids: I64) -> None:
         self._stack[self._top : self._top + len(ids)] = ids[::-1]
         self._top += len(ids)

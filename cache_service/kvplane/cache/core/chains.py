@@ -87,6 +87,7 @@ class Namespaces:
 
     def __init__(self, model: ModelIdentity) -> None:
         self._model = model
+        self._ids: dict[Namespace, int] = {}
         self._namespaces: list[Namespace] = []
         self._versions: list[int] = []
         self._roots: list[Digest] = []
@@ -95,10 +96,15 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._roots)
 
+    def __contains__(self, namespace: Namespace) -> bool:
+        return namespace in self._ids
+
     def register(self, namespace: Namespace, version: int = 0) -> int:
         """`namespace_id` of a namespace; the same one when it is registered already. 0 is the plain one."""
-        if namespace in self._namespaces:
-            return self._namespaces.index(namespace)
+        known = self._ids.get(namespace)
+        if known is not None:
+            return known
+        self._ids[namespace] = len(self._namespaces)
         self._namespaces.append(namespace)
         self._versions.append(version)
         self._roots.append(root_digest(self._model, namespace, version))
@@ -109,6 +115,11 @@ class Namespaces:
         if not 0 <= namespace_id < len(self._roots):
             raise NotFoundError(f"{field}: namespace {namespace_id} is not registered")
         return self._roots[namespace_id]
+
+    def identity(self, namespace_id: int) -> bytes:
+        """Canonical encoding of a namespace."""
+        self.root(namespace_id)
+        return self._namespaces[namespace_id].encode()
 
     def chain(self, namespace_id: int) -> Chain:
         """The empty chain of a namespace's current version."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U8, U32, U64, Bools
+from kvplane.cache.core.arrays import I64, U8, U32, U64, Bools
 from kvplane.wire.identity import DIGEST_BYTES
 
 
@@ -25,7 +25,7 @@ class BlockColumns:
         self.indexed[0] = True
         self.digest: U8 = np.zeros((num_blocks, DIGEST_BYTES), np.uint8)
         """Valid where `indexed`."""
-        self.parent: U32 = np.zeros(num_blocks, np.uint32)
+        self.parent: I64 = np.zeros(num_blocks, np.int64)
         """Canonical block of the parent digest; 0 at the root of a chain. Valid where `indexed`."""
         self.children: U32 = np.zeros(num_blocks, np.uint32)
         """Indexed blocks whose parent this is (I4: only a block without children is a victim)."""

@@ -75,10 +75,12 @@ class CacheCore:
 
     def statistics(self) -> PoolStatistics:
         """Blocks by state and totals."""
+        self.settle()
         return self._state.statistics()
 
     def check_integrity(self) -> None:
         """Prove I1, I4, I5 and I9 from scratch. Raises `InternalError`; O(pool)."""
+        self.settle()
         check_integrity(self._state)
 
     def set_ready(self, ready: bool) -> None:
@@ -139,6 +141,7 @@ class CacheCore:
             raise SessionExpiredError(f"session {session_id} is gone")
         if session.ended:
             return
+        self.settle()
         window = slice(session.first_row, session.first_row + session.max_sequences)
         for row in (np.flatnonzero(state.rows.status[window]) + session.first_row).tolist():
             if state.rows.status[row] == Status.RUNNING:
@@ -155,10 +158,10 @@ class CacheCore:
             raise SessionExpiredError(f"session {session_id} is gone")
         if not session.ended:
             raise InvalidArgumentError.of("session_id", f"session {session_id} has not ended")
+        self.settle()
         session.deferred.drain()
         for op_id in [each for each, copy in state.copies.items() if copy.session_id == session_id]:
-            pending = state.copies.pop(op_id)
-            state.pool.release(np.array([pending.copy.source_id], np.uint32))
+            state.pool.release(state.copies.pop(op_id).pinned)
         del state.sessions[session_id]
         self._returned_rows.setdefault(session.max_sequences, []).append(session.first_row)
 
@@ -210,6 +213,13 @@ class CacheCore:
             if sequence.frontier is not None and sequence.frontier < end:
                 self._state.set_frontier(sequence, end)
 
+    def settle(self) -> None:
+        """Index what is acknowledged now, and not when somebody looks.
+
+        No decision depends on it. Until then a block that only a duplicate will hold does not count as held.
+        """
+        self._state.sealing.settle()
+
     # Namespaces and the index
 
     def register_namespace(self, namespace: Namespace, version: int = 0) -> int:
@@ -229,7 +239,8 @@ class CacheCore:
         return chains.extend(start, tokens, self.config.block_tokens, extra_keys, max_blocks)
 
     def lookup(self, chain: Chain) -> int:
-        """Tokens of `chain` that would hit now. Protects nothing and changes nothing."""
+        """Tokens of `chain` that would hit now. Protects nothing."""
+        self.settle()
         state = self._state
         if state.rules.prefix_closed:
             return state.pool.index.longest_prefix(chain.blob, len(chain)) * self.config.block_tokens
@@ -242,6 +253,7 @@ class CacheCore:
         Always succeeds: running sequences keep their blocks, but publish nothing more, and waiting ones are
         hashed again. Seals under way lose their parents or their root and are not published.
         """
+        self.settle()
         state = self._state
         spaces = range(len(state.namespaces)) if namespace_id is None else [namespace_id]
         for space in spaces:
@@ -250,7 +262,7 @@ class CacheCore:
         columns, rows = state.columns, state.rows
         # Block 0 counts as indexed, and is nobody's.
         affected = columns.indexed if namespace_id is None else columns.indexed & (columns.namespace == namespace_id)
-        ids = np.flatnonzero(affected)[1 if affected[0] else 0 :].astype(np.uint32)
+        ids = np.flatnonzero(affected)[1 if affected[0] else 0 :]
         state.pool.unindex(ids)
         for row in np.flatnonzero(rows.status != Status.FREE).tolist():
             if namespace_id is None or rows.namespace[row] == namespace_id:
@@ -276,7 +288,7 @@ class CacheCore:
         are missing are left out (I4): their blocks are free. Returns how many blocks are cached now.
         """
         return self._state.pool.restore(
-            block_ids,
+            block_ids.astype(np.int64),
             generations,
             digests,
             parent_digests,

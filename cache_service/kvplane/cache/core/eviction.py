@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U32, Bools
+from kvplane.cache.core.arrays import I64, Bools
 from kvplane.cache.core.columns import BlockColumns
 from kvplane.wire.errors import InternalError
 
@@ -25,15 +25,15 @@ class EvictionPolicy(Protocol):
         """Cached blocks: every one of them can be evicted in some order."""
         ...
 
-    def cached(self, block_ids: U32) -> None:
+    def cached(self, block_ids: I64) -> None:
         """These published blocks lost their last holder, a chain's tail before its head."""
         ...
 
-    def revived(self, block_ids: U32) -> None:
+    def revived(self, block_ids: I64) -> None:
         """These cached blocks were hit, or left the index otherwise: they are no candidates any more."""
         ...
 
-    def victims(self, count: int) -> U32:
+    def victims(self, count: int) -> I64:
         """Choose and forget `count` cached blocks; together with a block go all its indexed children."""
         ...
 
@@ -55,8 +55,8 @@ class LeastRecentlyUsed:
         num_blocks = len(columns.parent)
         self._parent = columns.parent
         self._children = columns.children
-        self._log: U32 = np.zeros(2 * num_blocks, np.uint32)
-        self._place: U32 = np.zeros(num_blocks, np.uint32)
+        self._log: I64 = np.zeros(2 * num_blocks, np.int64)
+        self._place: I64 = np.zeros(num_blocks, np.int64)
         self._chosen: Bools = np.zeros(num_blocks, np.bool_)
         self._head = 0
         self._tail = 0
@@ -65,17 +65,17 @@ class LeastRecentlyUsed:
     def __len__(self) -> int:
         return self._count
 
-    def cached(self, block_ids: U32) -> None:
+    def cached(self, block_ids: I64) -> None:
         """Append as most recently used."""
         count = len(block_ids)
         if self._tail + count > len(self._log):
             self._compact()
         start, self._tail = self._tail, self._tail + count
         self._log[start : self._tail] = block_ids
-        self._place[block_ids] = np.arange(start, self._tail, dtype=np.uint32)
+        self._place[block_ids] = np.arange(start, self._tail, dtype=np.int64)
         self._count += count
 
-    def revived(self, block_ids: U32) -> None:
+    def revived(self, block_ids: I64) -> None:
         """Leave holes where the blocks were."""
         self._log[self._place[block_ids]] = 0
         self._count -= len(block_ids)
@@ -83,13 +83,13 @@ class LeastRecentlyUsed:
     def missed(self, digests: bytes, evicted: bool) -> None:
         """LRU keeps no ghosts."""
 
-    def order(self) -> U32:
+    def order(self) -> I64:
         """Cached blocks, least recently used first."""
         log = self._log[self._head : self._tail]
-        live: U32 = log[log != 0]
+        live: I64 = log[log != 0]
         return live
 
-    def victims(self, count: int) -> U32:
+    def victims(self, count: int) -> I64:
         """The least recently used blocks that are leaves, or become leaves by their children's eviction."""
         if count > self._count:
             raise InternalError(f"{count} victims wanted of {self._count} cached blocks")
@@ -104,16 +104,16 @@ class LeastRecentlyUsed:
             return victims
         return self._leaves(count)
 
-    def _oldest(self, count: int) -> U32:
+    def _oldest(self, count: int) -> I64:
         width = count
         while True:
             log = self._log[self._head : min(self._head + width, self._tail)]
-            live: U32 = log[log != 0]
+            live: I64 = log[log != 0]
             if len(live) >= count:
                 return live[:count]
             width *= 2
 
-    def _leaves(self, count: int) -> U32:
+    def _leaves(self, count: int) -> I64:
         lost: dict[int, int] = {}
         victims: list[int] = []
         while len(victims) < count:
@@ -121,15 +121,15 @@ class LeastRecentlyUsed:
             self._head = int(self._place[block]) + 1
             self._count -= 1
             if int(self._children[block]) > lost.get(block, 0):
-                self.cached(np.array([block], np.uint32))
+                self.cached(np.array([block], np.int64))
             else:
                 parent = int(self._parent[block])
                 lost[parent] = lost.get(parent, 0) + 1
                 victims.append(block)
-        return np.array(victims, np.uint32)
+        return np.array(victims, np.int64)
 
     def _compact(self) -> None:
         live = self.order()
         self._log[: len(live)] = live
-        self._place[live] = np.arange(len(live), dtype=np.uint32)
+        self._place[live] = np.arange(len(live), dtype=np.int64)
         self._head, self._tail = 0, len(live)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvplane.cache.core.arrays import I64
 from kvplane.cache.core.growth import preempt
 from kvplane.cache.core.results import Copy, Reason, SequenceState
 from kvplane.cache.core.sequences import Sequence, Status
@@ -31,7 +32,6 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
         priority=parent.priority,
         arrival=parent.arrival if parent.ranked else state.arrivals,
         ranked=parent.ranked,
-        prompt_tokens=parent.prompt_tokens,
         chain=parent.chain,
         tokens=columns.token_bytes(parent_row) if running else parent.tokens,
     )
@@ -45,12 +45,9 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
         context.changed(child_id, SequenceState.WAITING, child.waiting_reason)
         return
     row, first_real = child.row, int(columns.first_real[parent_row])
-    shared = columns.table(parent_row)[: full + (partial > 0)]
-    table = shared.copy()
+    shared = columns.table(parent_row)[:full]
     state.pool.hold(shared[first_real:])
-    if partial:
-        # The reference just taken on the parent's tail block is the pin of the copy's source.
-        table[full:] = state.pool.take(1)
+    table = np.concatenate([shared, state.pool.take(1)]) if partial else shared
     tokens = np.frombuffer(child.tokens, np.uint32)
     columns.start(row, table, tokens, committed, min(first_real, len(table)), publishes=False)
     child.tokens = b""
@@ -61,22 +58,26 @@ def fork(state: PoolState, context: StepContext, parent_row: int, child_id: int)
     context.changed(child_id, SequenceState.RUNNING)
     context.put(state, row, 0)
     if partial:
-        _copy(state, context, child, int(shared[full]), int(table[full]), partial)
+        _copy(state, context, child, columns.table(parent_row)[first_real : full + 1], int(table[full]), partial)
 
 
 def acknowledge_copy(state: PoolState, context: StepContext, op_id: int, succeeded: bool) -> None:
     """Unpin the source. A failed copy leaves its owner without valid bytes: it computes them again."""
-    pending = state.copies.pop(op_id)
-    state.pool.release(np.array([pending.copy.source_id], np.uint32))
-    row = pending.row
-    if state.rows.ids[row] != pending.sequence_id:
+    row = owner_of_copy(state, op_id)
+    state.pool.release(state.copies.pop(op_id).pinned)
+    if row is None:
         return
-    sequence = state.rows.record(row)
-    if op_id not in sequence.copies:
-        return
-    sequence.copies.discard(op_id)
+    state.rows.record(row).copies.discard(op_id)
     if not succeeded:
         preempt(state, context, row, row, 0, Reason.COPY_FAILED, 1)
+
+
+def owner_of_copy(state: PoolState, op_id: int) -> int | None:
+    """Row of the sequence that still relies on a copy under way; None when it ended or lost its blocks."""
+    pending = state.copies[op_id]
+    if state.rows.ids[pending.row] != pending.sequence_id:
+        return None
+    return pending.row if op_id in state.rows.record(pending.row).copies else None
 
 
 def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -> None:
@@ -87,10 +88,12 @@ def check_copy(state: PoolState, context_session: int, op_id: int, field: str) -
 
 
 def _copy(
-    state: PoolState, context: StepContext, child: Sequence, source: int, destination: int, num_slots: int
+    state: PoolState, context: StepContext, child: Sequence, pinned: I64, destination: int, num_slots: int
 ) -> None:
+    """Pin the source, and with it all before it: a pinned block keeps its ancestors as a holder does (I4)."""
+    state.pool.hold(pinned)
     state.last_op_id += 1
-    generation = state.columns.generation
+    generation, source = state.columns.generation, int(pinned[-1])
     copy = Copy(
         state.last_op_id,
         source,
@@ -99,6 +102,6 @@ def _copy(
         int(generation[destination]),
         num_slots,
     )
-    state.copies[copy.op_id] = PendingCopy(copy, child.row, child.sequence_id, context.session.session_id)
+    state.copies[copy.op_id] = PendingCopy(copy, child.row, child.sequence_id, context.session.session_id, pinned[::-1])
     child.copies.add(copy.op_id)
     context.copies.append(copy)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, U32, spans
+from kvplane.cache.core.arrays import I64, spans
 from kvplane.cache.core.preemption import RunningSequences
 from kvplane.cache.core.results import Preemption, Reason, SequenceState
 from kvplane.cache.core.sequences import NEVER, Status
@@ -16,6 +16,8 @@ def extend(state: PoolState, context: StepContext, rows: I64, counts: I64) -> No
     served by preemptions or reported as stalled.
     """
     total = int(counts.sum())
+    if total > state.pool.free:
+        state.sealing.settle()
     if state.ready and total <= state.pool.available:
         _grant(state, context, rows, counts, state.pool.take(total))
         return
@@ -70,7 +72,7 @@ def preempt(
     )
 
 
-def stop(state: PoolState, row: int) -> U32:
+def stop(state: PoolState, row: int) -> I64:
     """Take a running sequence off its blocks, keeping its tokens; returns the blocks, tail first."""
     columns = state.rows
     sequence = columns.record(row)
@@ -110,7 +112,7 @@ def _snapshot(state: PoolState, running: I64, requester: int) -> RunningSequence
     )
 
 
-def _grant(state: PoolState, context: StepContext, rows: I64, counts: I64, ids: U32) -> None:
+def _grant(state: PoolState, context: StepContext, rows: I64, counts: I64, ids: I64) -> None:
     columns, size = state.rows, state.block_size
     starts = columns.cover[rows] // size
     ends = starts + counts

@@ -36,7 +36,8 @@ def _check_references(state: PoolState) -> None:
     references.update(deferred)
     for ids in state.sealing.pinned():
         references.update(ids.tolist())
-    references.update(pending.copy.source_id for pending in state.copies.values())
+    for pending in state.copies.values():
+        references.update(pending.pinned.tolist())
     references.update(pool.spares.values())
     references.update(pool.retired)
     for block in range(1, pool.num_blocks):
@@ -70,7 +71,7 @@ def _check_states(state: PoolState) -> None:
 
 def _check_index(state: PoolState) -> None:
     columns, index = state.columns, state.pool.index
-    indexed = np.flatnonzero(columns.indexed)[1:].astype(np.uint32)
+    indexed = np.flatnonzero(columns.indexed)[1:]
     _require(index.find_all(columns.digest[indexed]).tolist() == indexed.tolist(), "I4: the index misses a block")
     _require(len(index) == len(indexed), "I4: the index holds a block that is not published")
     children = Counter(columns.parent[indexed].tolist())

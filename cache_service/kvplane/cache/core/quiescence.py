@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 
-from kvplane.cache.core.arrays import U32
+from kvplane.cache.core.arrays import I64
 from kvplane.cache.core.blocks import BlockPool
 
 
@@ -12,8 +12,8 @@ class DeferredReleases:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._by_step: deque[tuple[int, U32]] = deque()
-        self._by_sequence: dict[int, U32] = {}
+        self._by_step: deque[tuple[int, I64]] = deque()
+        self._by_sequence: dict[int, I64] = {}
         self.completed_step = 0
 
     @property
@@ -22,7 +22,7 @@ class DeferredReleases:
         by_step = sum(len(ids) for _, ids in self._by_step)
         return by_step + sum(len(ids) for ids in self._by_sequence.values())
 
-    def release(self, block_ids: U32, last_step: int) -> None:
+    def release(self, block_ids: I64, last_step: int) -> None:
         """Drop references (tail first) once `last_step`, the last one to name the blocks, has completed."""
         if not len(block_ids):
             return
@@ -32,7 +32,7 @@ class DeferredReleases:
         self._pool.defer(block_ids)
         self._by_step.append((last_step, block_ids))
 
-    def release_when_drained(self, sequence_id: int, block_ids: U32) -> None:
+    def release_when_drained(self, sequence_id: int, block_ids: I64) -> None:
         """Drop the references of a revoked sequence once the session has said that nothing runs on it."""
         self._pool.defer(block_ids)
         self._by_sequence[sequence_id] = block_ids
@@ -58,7 +58,7 @@ class DeferredReleases:
         for sequence_id in list(self._by_sequence):
             self.drained(sequence_id)
 
-    def references(self) -> Iterator[U32]:
+    def references(self) -> Iterator[I64]:
         """All deferred references, for `check_integrity`."""
         yield from (ids for _, ids in self._by_step)
         yield from self._by_sequence.values()

@@ -90,7 +90,7 @@ class Admit:
     write_cache: bool = True
     max_hit_tokens: int | None = None
     chain: Chain | None = None
-    """Digests hashed before the step, from the first block on; the rest is hashed at the admission."""
+    """What `CacheCore.hash_prompt` made of `tokens` before the step; the rest is hashed at the admission."""
     extra_keys: Mapping[int, tuple[ExtraKey, ...]] = field(default_factory=dict)
     """Keys by block index: what the block's KV depends on besides its tokens."""
     priority: int = 0

@@ -40,7 +40,8 @@ class Reason(IntEnum):
     PARENT_NOT_RUNNING = 10
     COPY_FAILED = 11
     FINISHED_BY_CLIENT = 12
-    SESSION_ENDED = 13
+    NOT_DRAINED = 13
+    """Revoked, and its session has not said yet that nothing runs on its blocks."""
 
 
 class HitReason(IntEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvplane.cache.core.arrays import U32, U64, Bools
+from kvplane.cache.core.arrays import I64, U32, U64, Bools
 from kvplane.cache.core.blocks import BlockPool
 from kvplane.cache.core.chains import Namespaces
 from kvplane.cache.core.sequences import Sequence
@@ -17,6 +17,8 @@ from kvplane.wire.errors import InvalidArgumentError
 from kvplane.wire.identity import DIGEST_BYTES
 
 _ONE = np.uint32(1)
+_MOST_ACKNOWLEDGED = 256
+"""Blocks that may be acknowledged and not indexed: bounds what a single step has to catch up on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class SealBatch:
 class _Filled:
     """Blocks that one commit filled, or several put together, in chain order per sequence."""
 
-    block_ids: U32
+    block_ids: I64
     generations: U64
-    previous: U32
+    previous: I64
     """Predecessor of each in its table, 0 at the root."""
     previous_generations: U64
     digests: bytes
@@ -80,6 +82,8 @@ class Sealing:
         self._prefix_closed = prefix_closed
         self._filled: list[_Filled] = []
         self._under_way: dict[int, _Filled] = {}
+        self._acknowledged: list[_Filled] = []
+        self._acknowledged_blocks = 0
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -88,8 +92,8 @@ class Sealing:
 
     def fill(
         self,
-        block_ids: U32,
-        previous: U32,
+        block_ids: I64,
+        previous: I64,
         digests: bytes,
         parent_digests: bytes,
         depths: U32,
@@ -132,7 +136,7 @@ class Sealing:
         return SealBatch(
             self._last_id,
             0,
-            filled.block_ids,
+            filled.block_ids.astype(np.uint32),
             filled.generations,
             filled.digests,
             filled.parent_digests,
@@ -141,7 +145,7 @@ class Sealing:
         )
 
     def acknowledge(self, seal_id: int, sealed: Bools | None = None) -> tuple[tuple[Sequence, int], ...]:
-        """Publish the blocks of a batch that all shards have sealed (`sealed[i]`; None: all) and unpin them.
+        """All shards have sealed a batch (`sealed[i]` says which blocks; None: all): publish and unpin them.
 
         Returns the prompts that got further, each with the index after its last published block. Raises
         `InvalidArgumentError` for a batch that is not under way.
@@ -152,16 +156,44 @@ class Sealing:
         if sealed is not None and len(sealed) != len(batch.block_ids):
             raise InvalidArgumentError.of("sealed", f"has {len(sealed)} entries for {len(batch.block_ids)} blocks")
         del self._under_way[seal_id]
+        if sealed is None and self._nobody_waits(batch):
+            self._acknowledged.append(batch)
+            self._acknowledged_blocks += len(batch.block_ids)
+            if self._acknowledged_blocks >= _MOST_ACKNOWLEDGED:
+                self.settle()
+            return batch.prompts
+        self.settle()
+        self._index(batch, sealed)
+        return batch.prompts
+
+    def settle(self) -> None:
+        """Index what is acknowledged: needed before anybody looks a prefix up, stops or runs short.
+
+        Steady decode does none of that, so the work of many steps is done at once.
+        """
+        if not self._acknowledged:
+            return
+        batch, *others = self._acknowledged
+        self._acknowledged, self._acknowledged_blocks = [], 0
+        self._index(batch.plus(others) if others else batch, None)
+
+    def pinned(self) -> list[I64]:
+        """Blocks pinned by sealing, once per pin."""
+        parts = (*self._filled, *self._under_way.values(), *self._acknowledged)
+        return [part.block_ids for part in parts]
+
+    def _nobody_waits(self, batch: _Filled) -> bool:
+        """Whether a running sequence holds each block, so that it makes no difference when it is unpinned."""
+        columns, ids = self._pool.columns, batch.block_ids
+        alone = columns.references[ids] - columns.deferred[ids] == _ONE
+        return batch.resets == self.resets and not np.count_nonzero(alone)
+
+    def _index(self, batch: _Filled, sealed: Bools | None) -> None:
         if sealed is not None or not self._publish(batch):
             one_by_one = range(len(batch.block_ids)) if sealed is None else np.flatnonzero(sealed).tolist()
             for index in one_by_one:
                 self._publish_one(batch, index)
         self._pool.release(batch.block_ids[::-1])
-        return batch.prompts
-
-    def pinned(self) -> list[U32]:
-        """Blocks pinned by sealing, once per pin."""
-        return [part.block_ids for part in (*self._filled, *self._under_way.values())]
 
     def _publish(self, batch: _Filled) -> bool:
         """Publish a batch whose parents and digests hold no surprise; False, and nothing done, otherwise."""
@@ -197,19 +229,34 @@ class Sealing:
         block, depth = int(batch.block_ids[index]), int(batch.depths[index])
         namespace, parent = int(batch.namespace_ids[index]), 0
         if self._prefix_closed:
-            parent = pool.index.find(parent_digest) if depth else 0
-            if not (parent or (depth == 0 and parent_digest == self._namespaces.root(namespace))):
+            if depth == 0:
+                rooted = parent_digest == self._namespaces.root(namespace)
+            else:
+                parent = pool.index.find(parent_digest)
+                rooted = parent != 0 and self._holds_parent(batch, index, parent)
+            if not rooted:
                 return
         elif batch.resets != self.resets:
             return
         canonical = pool.index.find(digest)
         if canonical:
             pool.spares[block] = canonical
-            pool.hold(np.array([canonical], np.uint32))
+            pool.hold(np.array([canonical]))
             return
         columns.digest[block] = np.frombuffer(digest, np.uint8)
         columns.depth[block], columns.namespace[block] = depth, namespace
         columns.parent[block] = parent
         columns.children[parent] += _ONE
         columns.indexed[block] = True
-        pool.index.build(np.array([block], np.uint32))
+        pool.index.build(np.array([block]))
+
+    def _holds_parent(self, batch: _Filled, index: int, parent: int) -> bool:
+        """Whether nobody can hold the block without holding its canonical parent, itself or through a spare.
+
+        Not so when the predecessor in the table failed to be published and another sequence's copy was: that
+        one could be evicted under a held child.
+        """
+        previous = int(batch.previous[index])
+        if self._pool.columns.generation[previous] != batch.previous_generations[index]:
+            return True  # the table is gone, and the block is held by its seal alone
+        return parent in (previous, self._pool.spares.get(previous))

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, NO_U32, U8, U32, U64
+from kvplane.cache.core.arrays import I64, NO_I64, U8, U32, U64
 from kvplane.cache.core.chains import Chain
 from kvplane.cache.core.extents import Extents
 from kvplane.cache.core.results import Reason
@@ -47,7 +47,6 @@ class Sequence:
     arrival: int
     ranked: bool
     """The client gave `arrival`; otherwise it counts first namings."""
-    prompt_tokens: int
     chain: Chain
     tokens: bytes = b""
     """Known tokens, packed u32, while not running."""
@@ -135,14 +134,14 @@ class SequenceRows:
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows in all."""
-        more = rows - len(self.records)
-        if more <= 0:
-            return
-        for name in self.__slots__:
-            column = getattr(self, name)
-            if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)]))
-        self.records += [None] * more
+        room = len(self.ids)
+        if rows > room:
+            more = max(rows, 2 * room) - room  # doubling: many small sessions must not copy all columns each
+            for name in self.__slots__:
+                column = getattr(self, name)
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)]))
+        self.records += [None] * (rows - len(self.records))
 
     def record(self, row: int) -> Sequence:
         """The record of a row that is not free."""
@@ -150,12 +149,12 @@ class SequenceRows:
         assert found is not None, f"row {row} is free"
         return found
 
-    def table(self, row: int, first: int = 0) -> U32:
+    def table(self, row: int, first: int = 0) -> I64:
         """Table entries from index `first` on; a copy."""
         base = int(self.base[row])
-        return self.extents.tables[base + first : base + int(self.cover[row]) // self._block_tokens].copy()
+        return self.extents.tables[base + first : base + int(self.cover[row]) // self._block_tokens].astype(np.int64)
 
-    def held(self, row: int) -> U32:
+    def held(self, row: int) -> I64:
         """Blocks of the table, tail first, without nulls."""
         return self.table(row, int(self.first_real[row]))[::-1]
 
@@ -182,7 +181,7 @@ class SequenceRows:
         self.namespace[row] = sequence.namespace_id
         self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
 
-    def start(self, row: int, table: U32, tokens: U32, committed: int, first_real: int, publishes: bool) -> None:
+    def start(self, row: int, table: I64, tokens: U32, committed: int, first_real: int, publishes: bool) -> None:
         """Give a row its table and tokens and let it run."""
         size = self._block_tokens
         base, capacity = self.extents.allocate(max(len(table), -(-len(tokens) // size)) + 1)
@@ -202,9 +201,9 @@ class SequenceRows:
         base, capacity = self.extents.move(int(self.base[row]), int(self.capacity[row]), entries)
         self._place(row, base, capacity)
 
-    def stop(self, row: int) -> U32:
+    def stop(self, row: int) -> I64:
         """Take a row's table and extent away; returns the blocks it held, tail first."""
-        held = self.held(row) if self.status[row] == Status.RUNNING else NO_U32
+        held = self.held(row) if self.status[row] == Status.RUNNING else NO_I64
         if self.status[row] == Status.RUNNING:
             self.extents.free(int(self.base[row]), int(self.capacity[row]))
         self.capacity[row] = self.room[row] = self.cover[row] = self.committed[row] = 0

@@ -23,8 +23,6 @@ class Session:
     expires_at: float
     deferred: DeferredReleases
     ledger: StepLedger[StepResult] = field(default_factory=StepLedger)
-    last_step: int = 0
-    """Newest step applied."""
     ended: bool = False
     """The lease is over; its references stay deferred until every shard has seen it gone."""
     layout: int = 0
@@ -33,6 +31,8 @@ class Session:
     """`layout` at which `decode_ids` was last found to name running sequences, each once."""
     decode_ids: bytes = b""
     decode_rows: I64 = field(default_factory=NO_I64.copy)
+    """Rows of `decode_ids` in the session's window, and in the columns."""
+    decode_absolute: I64 = field(default_factory=NO_I64.copy)
 
     def renew(self, now: float) -> None:
         """A message arrived: only messages renew a lease (I8)."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, U32
+from kvplane.cache.core.arrays import I64
 from kvplane.cache.core.blocks import BlockPool
 from kvplane.cache.core.chains import Namespaces
 from kvplane.cache.core.columns import BlockColumns
@@ -31,13 +31,15 @@ from kvplane.wire.identity import Digest
 
 @dataclass(slots=True)
 class PendingCopy:
-    """A copy under way: its source is pinned."""
+    """A copy under way."""
 
     copy: Copy
     row: int
     """Row of the sequence that owns the destination."""
     sequence_id: int
     session_id: int
+    pinned: I64
+    """The source, tail first, and the table before it."""
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class StepContext:
         ids = state.rows.table(row, start)
         self.put_many(state, np.array([row]), np.array([start]), np.array([len(ids)]), ids)
 
-    def put_many(self, state: PoolState, rows: I64, starts: I64, counts: I64, ids: U32) -> None:
+    def put_many(self, state: PoolState, rows: I64, starts: I64, counts: I64, ids: I64) -> None:
         """Report new entries of several tables; `ids` is the concatenation of their blocks."""
         self.tables.append(
             TableDeltas(
@@ -159,7 +161,7 @@ class StepContext:
                 np.zeros(len(rows), np.uint32),
                 starts.astype(np.uint32),
                 counts.astype(np.uint32),
-                ids,
+                ids.astype(np.uint32),
                 state.columns.generation[ids],
             )
         )

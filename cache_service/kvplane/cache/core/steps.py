@@ -22,7 +22,8 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
     checked = StepCheck(state, session, step).run()
     context = StepContext(session, step.step_id, now)
     state.tick += 1
-    session.last_step = step.step_id
+    if step.admit or step.finish or step.forks or step.rollback or step.transfers or step.drained:
+        state.sealing.settle()
     for operation, sequence_ids in checked.skipped:
         context.skip(operation, sequence_ids)
 
@@ -45,7 +46,8 @@ def apply_step(state: PoolState, session: Session, step: Step, now: float) -> St
     rows, lengths = checked.committed
     if len(rows):
         token_ops.commit(state, context, rows, lengths)
-    token_ops.rollback(state, context, *checked.rolled_back)
+    if step.rollback is not None:
+        token_ops.rollback(state, context, *checked.rolled_back)
     for parent_row, child_id in checked.forks:
         forks.fork(state, context, parent_row, child_id)
     for row in checked.finished.tolist():

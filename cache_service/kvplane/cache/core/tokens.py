@@ -8,6 +8,7 @@ from kvplane.cache.core.sequences import Status
 from kvplane.cache.core.state import PoolState, StepContext
 from kvplane.wire.digests import extend_each
 
+_ZERO = np.int64(0)
 _ONE = np.int64(1)
 _NULL = np.uint32(0)
 
@@ -53,11 +54,12 @@ def rollback(state: PoolState, context: StepContext, rows: I64, lengths: I64) ->
         keep = -(-length // size)
         sequence = columns.record(row)
         if int(columns.hashed[row]) * size > length:
-            sequence.chain = sequence.chain.cut(length // size)
-            columns.hashed[row] = len(sequence.chain)
-            columns.set_tail(row, sequence.chain.digest(len(sequence.chain) - 1))
-            if sequence.frontier is not None and sequence.frontier >= len(sequence.chain):
+            whole = length // size
+            if sequence.frontier is not None and sequence.frontier >= whole:
                 state.set_frontier(sequence, None)
+            sequence.chain = sequence.chain.cut(whole)
+            columns.hashed[row] = whole
+            columns.set_tail(row, sequence.chain.digest(whole - 1))
         columns.known[row] = length
         released = columns.table(row, keep)[::-1]
         if len(released):
@@ -84,8 +86,8 @@ def _fill_prompt(state: PoolState, row: int, first: int, end: int, now: float) -
     columns = state.rows
     sequence, base = columns.record(row), int(columns.base[row])
     sequence.progress_seconds = now
-    ids = columns.extents.tables[base + first : base + end].copy()
-    previous = np.zeros(len(ids), np.uint32)
+    ids = columns.extents.tables[base + first : base + end].astype(np.int64)
+    previous = np.zeros(len(ids), np.int64)
     previous[1:] = ids[:-1]
     if first:
         previous[0] = columns.extents.tables[base + first - 1]
@@ -111,9 +113,9 @@ def _fill_next(state: PoolState, rows: I64, blocks: I64) -> None:
     columns.hashed[rows] = blocks + _ONE
     tables = columns.extents.tables
     # Entry 0 of a table has no predecessor: the null block stands for the root.
-    previous = np.where(blocks > 0, tables[entries - _ONE], _NULL)
+    previous = np.where(blocks > _ZERO, tables[entries - _ONE], _NULL).astype(np.int64)
     state.sealing.fill(
-        tables[entries],
+        tables[entries].astype(np.int64),
         previous,
         digests,
         parents.tobytes(),
@@ -130,12 +132,12 @@ def _expire(state: PoolState, context: StepContext, row: int, length: int) -> No
     if end <= first:
         return
     base = int(columns.base[row])
-    expired = columns.extents.tables[base + first : base + end][::-1].copy()
+    expired = columns.extents.tables[base + first : base + end][::-1].astype(np.int64)
     columns.extents.tables[base + first : base + end] = 0
     columns.first_real[row] = end
     context.session.deferred.release(expired, context.last_launched)
     context.put_many(
-        state, np.array([row]), np.array([first]), np.array([end - first]), np.zeros(end - first, np.uint32)
+        state, np.array([row]), np.array([first]), np.array([end - first]), np.zeros(end - first, np.int64)
     )
 
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvplane.cache.core.arrays import I64, NO_I64, NO_U32, U8, U32, U64
-from kvplane.cache.core.forks import check_copy
-from kvplane.cache.core.requests import Admit, Lengths, Step
+from kvplane.cache.core.arrays import I64, NO_I64, NO_U32, U32
+from kvplane.cache.core.forks import check_copy, owner_of_copy
+from kvplane.cache.core.requests import Admit, Advance, Finish, Lengths, Observe, Step
 from kvplane.cache.core.results import Operation
+from kvplane.cache.core.row_checks import RowChecks
 from kvplane.cache.core.sequences import ROW_MASK, Status
 from kvplane.cache.core.sessions import Session
 from kvplane.cache.core.state import PoolState
 from kvplane.wire.errors import InvalidArgumentError
 
-_ROW_MASK = np.uint64(ROW_MASK)
 _ONE = np.int64(1)
 
 
@@ -55,27 +55,14 @@ class CheckedAdvance:
     counts: I64
 
 
-class StepCheck:
+class StepCheck(RowChecks):
     """The check of one step. Raises `InvalidArgumentError` naming the field; changes nothing but a memo."""
 
     def __init__(self, state: PoolState, session: Session, step: Step) -> None:
-        self._state = state
+        super().__init__(state, session, step.last_seen_step)
         self._session = session
         self._step = step
-        self._base = session.first_row
-        self._first_row = np.int64(session.first_row)
-        self._checked = CheckedStep()
-        self._copied = False
-        """The columns below are copies that the check may change."""
-        window = slice(self._base, self._base + session.max_sequences)
-        rows = state.rows
-        self._ids: U64 = rows.ids[window]
-        self._status: U8 = rows.status[window]
-        self._known: I64 = rows.known[window]
-        self._committed: I64 = rows.committed[window]
-        self._told: I64 = rows.told_step[window]
-        self._scratch: I64 = rows.scratch[window]
-        self._cover: I64 = rows.cover[window]
+        self._checked = CheckedStep(skipped=self.skipped)
 
     def run(self) -> CheckedStep:
         """Check all operations in the order in which they apply."""
@@ -83,27 +70,30 @@ class StepCheck:
         if step.completed_step or step.transfers or step.drained:
             self._check_acks()
         lost = [ack.op_id for ack in step.transfers if not ack.succeeded]
-        others = (step.observe, step.commit, step.rollback, step.finish, step.extend)
-        if others == (None,) * 5 and not (step.forks or step.admit or lost):
-            self._check_advance()
-            return self._checked
-        self._copied = True
-        self._ids, self._status = self._ids.copy(), self._status.copy()
-        self._known, self._committed = self._known.copy(), self._committed.copy()
-        self._told = self._told.copy()
+        changing = (step.observe, step.commit, step.rollback, step.finish)
+        if lost or step.forks or changing != (None,) * 4:
+            self._copy()
         for op_id in lost:
-            owner = self._state.copies[op_id]
-            if self._ids[owner.row - self._base] == owner.sequence_id:
-                self._status[owner.row - self._base] = Status.PREEMPTED
-                self._told[owner.row - self._base] = step.step_id
-        self._check_observe()
-        self._check_advance()
-        self._check_commit()
-        self._check_rollback()
-        self._check_forks()
-        self._check_finish()
-        self._check_extend()
-        self._check_admit()
+            row = owner_of_copy(self._state, op_id)
+            if row is not None:
+                self._status[row - self._base] = Status.PREEMPTED
+                self._told[row - self._base] = step.step_id
+        if step.observe is not None:
+            self._check_observe(step.observe)
+        if step.advance is not None:
+            self._check_advance(step.advance)
+        if step.commit is not None:
+            self._check_commit(step.commit)
+        if step.rollback is not None:
+            self._check_rollback(step.rollback)
+        if step.forks:
+            self._check_forks()
+        if step.finish is not None:
+            self._check_finish(step.finish)
+        if step.extend is not None:
+            self._check_extend(step.extend)
+        if step.admit:
+            self._check_admit()
         return self._checked
 
     def _check_acks(self) -> None:
@@ -123,10 +113,7 @@ class StepCheck:
             if not session.deferred.awaits(sequence_id) or sequence_id in step.drained[:index]:
                 raise InvalidArgumentError.of(f"drained[{index}]", f"sequence {sequence_id} was not revoked")
 
-    def _check_observe(self) -> None:
-        operation = self._step.observe
-        if operation is None:
-            return
+    def _check_observe(self, operation: Observe) -> None:
         rows = self._rows(operation.sequence_ids, "observe.sequence_ids")
         self._same_length("observe.counts", operation.counts, rows)
         counts = operation.counts.astype(np.int64)
@@ -141,10 +128,7 @@ class StepCheck:
         self._known[rows] = known
         self._checked.observed = (rows + self._base, counts, operation.tokens)
 
-    def _check_advance(self) -> None:
-        operation = self._step.advance
-        if operation is None:
-            return
+    def _check_advance(self, operation: Advance) -> None:
         session, field_name = self._session, "advance.sequence_ids"
         packed = operation.sequence_ids.tobytes()
         tokens, committed = operation.tokens, operation.num_committed.astype(np.int64)
@@ -155,6 +139,7 @@ class StepCheck:
             rows = self._rows(operation.sequence_ids, field_name)
             if len(rows) == np.count_nonzero(self._status[rows] == Status.RUNNING):
                 session.decode_layout, session.decode_ids, session.decode_rows = session.layout, packed, rows
+                session.decode_absolute = rows + self._first_row
         if not len(tokens) == len(committed) == len(num_slots) == len(rows):
             for name in ("tokens", "num_committed", "num_slots"):
                 self._same_length(f"advance.{name}", getattr(operation, name), rows)
@@ -177,7 +162,7 @@ class StepCheck:
         if np.count_nonzero(bad):
             # The token observed here may be committed here as well, which the quick test does not allow for.
             self._between(committed, was_committed, np.minimum(known + _ONE, cover), "advance.num_committed")
-        absolute = rows + self._first_row
+        absolute = session.decode_absolute if rows is session.decode_rows else rows + self._first_row
         tight = (known >= self._state.rows.room[absolute]).nonzero()[0]
         if len(tight):
             self._at_most(known + _ONE, self._state.config.max_sequence_tokens, "advance.tokens")
@@ -187,15 +172,15 @@ class StepCheck:
         if self._copied:
             self._known[rows], self._committed[rows] = known + _ONE, committed
 
-    def _check_commit(self) -> None:
-        rows, lengths = self._lengths(self._step.commit, "commit", Operation.COMMIT)
+    def _check_commit(self, operation: Lengths) -> None:
+        rows, lengths = self._lengths(operation, "commit", Operation.COMMIT)
         limit = np.minimum(self._known[rows], self._cover[rows])
         self._between(lengths, self._committed[rows], limit, "commit.num_tokens")
         self._committed[rows] = lengths
         self._checked.committed = (rows + self._base, lengths)
 
-    def _check_rollback(self) -> None:
-        rows, lengths = self._lengths(self._step.rollback, "rollback", Operation.ROLLBACK)
+    def _check_rollback(self, operation: Lengths) -> None:
+        rows, lengths = self._lengths(operation, "rollback", Operation.ROLLBACK)
         self._between(lengths, self._committed[rows], self._known[rows], "rollback.num_tokens")
         self._known[rows] = lengths
         self._checked.rolled_back = (rows + self._base, lengths)
@@ -207,7 +192,7 @@ class StepCheck:
             if self._status[parent] != Status.RUNNING:
                 if self._told[parent] <= self._step.last_seen_step:
                     raise InvalidArgumentError.of(field_name, "does not run")
-                self._checked.skipped.append((Operation.FORK, [operation.parent_id]))
+                self.skipped.append((Operation.FORK, [operation.parent_id]))
             for place, child_id in enumerate(operation.child_ids):
                 child = self._free_row(child_id, f"forks[{index}].child_ids[{place}]")
                 self._ids[child], self._status[child] = child_id, self._status[parent]
@@ -216,18 +201,15 @@ class StepCheck:
                 self._told[child] = self._step.step_id
                 self._checked.forks.append((parent + self._base, child_id))
 
-    def _check_finish(self) -> None:
-        operation = self._step.finish
-        if operation is None:
-            return
+    def _check_finish(self, operation: Finish) -> None:
         rows = self._rows(operation.sequence_ids, "finish.sequence_ids")
         self._same_length("finish.reasons", operation.reasons, rows)
         self._not_advanced(rows, "finish.sequence_ids")
         self._ids[rows], self._status[rows] = 0, Status.FREE
         self._checked.finished = rows + self._base
 
-    def _check_extend(self) -> None:
-        rows, num_slots = self._lengths(self._step.extend, "extend", Operation.EXTEND)
+    def _check_extend(self, operation: Lengths) -> None:
+        rows, num_slots = self._lengths(operation, "extend", Operation.EXTEND)
         cover = self._cover[rows]
         self._blocks_short(num_slots, cover, (num_slots > cover).nonzero()[0], "extend.num_slots")
         self._checked.extended = (rows + self._base, num_slots)
@@ -245,12 +227,11 @@ class StepCheck:
                 if self._status[row] == Status.RUNNING:
                     if self._told[row] <= self._step.last_seen_step:
                         raise InvalidArgumentError.of(f"{field_name}.sequence_id", "runs already")
-                    self._checked.skipped.append((Operation.ADMIT, [admit.sequence_id]))
+                    self.skipped.append((Operation.ADMIT, [admit.sequence_id]))
                     continue
             else:
                 self._free_row(admit.sequence_id, f"{field_name}.sequence_id")
                 self._check_prompt(admit, field_name)
-                self._ids[row], self._status[row] = admit.sequence_id, Status.WAITING
             if not 0 <= admit.num_slots <= self._state.config.max_sequence_tokens:
                 raise InvalidArgumentError.of(f"{field_name}.num_slots", "is longer than a sequence may be")
             self._checked.admits.append(admit)
@@ -275,13 +256,14 @@ class StepCheck:
             admit.chain.root == root and len(admit.chain) > num_tokens // config.block_tokens
         ):
             raise InvalidArgumentError.of(f"{field_name}.chain", "is longer than the prompt")
+        if admit.arrival_rank is not None and not 0 <= admit.arrival_rank < 1 << 63:
+            raise InvalidArgumentError.of(f"{field_name}.arrival_rank", "must be below 2^63")
+        whole = -(-num_tokens // config.block_tokens)
         for block, keys in admit.extra_keys.items():
-            if not 0 <= block < blocks or any(not 0x20 <= key.kind <= 0x2F for key in keys):
+            if not 0 <= block < whole or any(not 0x20 <= key.kind <= 0x2F for key in keys):
                 raise InvalidArgumentError.of(f"{field_name}.extra_keys[{block}]", "has no such block or kind")
 
-    def _lengths(self, operation: Lengths | None, name: str, kind: Operation) -> tuple[I64, I64]:
-        if operation is None:
-            return NO_I64, NO_I64
+    def _lengths(self, operation: Lengths, name: str, kind: Operation) -> tuple[I64, I64]:
         rows = self._rows(operation.sequence_ids, f"{name}.sequence_ids")
         self._same_length(f"{name}.num_tokens", operation.num_tokens, rows)
         self._not_advanced(rows, f"{name}.sequence_ids")
@@ -289,92 +271,8 @@ class StepCheck:
         kept = self._running(rows, f"{name}.sequence_ids", kind)
         return (rows, lengths) if kept is None else (rows[kept], lengths[kept])
 
-    def _rows(self, sequence_ids: U64, field_name: str) -> I64:
-        """Rows (in the session's window) of known sequences, each named once."""
-        rows = (sequence_ids & _ROW_MASK).astype(np.int64)
-        if len(rows) and int(rows.max()) >= len(self._ids):
-            index = int((rows >= len(self._ids)).argmax())
-            raise InvalidArgumentError.of(
-                f"{field_name}[{index}]", f"row {int(rows[index])} is not below {len(self._ids)}"
-            )
-        unknown = (self._ids[rows] != sequence_ids) | (sequence_ids == 0)
-        if np.count_nonzero(unknown):
-            index = int(unknown.argmax())
-            raise InvalidArgumentError.of(
-                f"{field_name}[{index}]", f"sequence {int(sequence_ids[index])} is unknown or finished"
-            )
-        order = np.arange(len(rows))
-        self._scratch[rows] = order
-        repeated = self._scratch[rows] != order
-        if np.count_nonzero(repeated):
-            index = int(self._scratch[rows[repeated.argmax()]])
-            raise InvalidArgumentError.of(f"{field_name}[{index}]", "is named twice")
-        return rows
-
-    def _row(self, sequence_id: int, field_name: str) -> int:
-        """Row (in the session's window) of one known sequence."""
-        row = sequence_id & ROW_MASK
-        if not 0 < sequence_id < 1 << 64 or row >= len(self._ids) or int(self._ids[row]) != sequence_id:
-            raise InvalidArgumentError.of(field_name, f"sequence {sequence_id} is unknown or finished")
-        return row
-
-    def _running(self, rows: I64, field_name: str, operation: Operation) -> I64 | None:
-        """Indexes of running rows, None for all; the others are skipped if the sender could not know."""
-        idle = np.flatnonzero(self._status[rows] != Status.RUNNING)
-        if not len(idle):
-            return None
-        known = self._told[rows[idle]] <= self._step.last_seen_step
-        if np.count_nonzero(known):
-            raise InvalidArgumentError.of(f"{field_name}[{int(idle[known.argmax()])}]", "does not run")
-        self._checked.skipped.append((operation, self._ids[rows[idle]].tolist()))
-        return np.setdiff1d(np.arange(len(rows)), idle, assume_unique=True)
-
-    def _free_row(self, sequence_id: int, field_name: str) -> int:
-        row, serial = sequence_id & ROW_MASK, sequence_id >> 32
-        if not 0 < sequence_id < 1 << 64 or row >= len(self._ids):
-            raise InvalidArgumentError.of(field_name, f"row {row} is not below {len(self._ids)}")
-        if self._ids[row]:
-            raise InvalidArgumentError.of(field_name, f"row {row} belongs to sequence {int(self._ids[row])}")
-        if serial <= int(self._state.rows.serial[row + self._base]):
-            raise InvalidArgumentError.of(field_name, f"serial {serial} was used before in row {row}")
-        return row
-
-    def _blocks_short(self, num_slots: I64, cover: I64, short: I64, field_name: str) -> I64:
-        """How many blocks each row with index in `short` lacks to cover its slots."""
-        if not len(short):
-            return NO_I64
-        config, wanted = self._state.config, num_slots[short]
-        counts = (wanted - cover[short] + self._state.block_size - _ONE) // self._state.block_size
-        if wanted.max() > config.max_sequence_tokens:
-            self._at_most(num_slots, config.max_sequence_tokens, field_name)
-        if counts.max() > config.max_new_blocks_per_sequence:
-            most = config.max_new_blocks_per_sequence * config.block_tokens
-            self._between(num_slots, np.zeros_like(cover), cover + most, field_name)
-        return counts
-
     def _not_advanced(self, rows: I64, field_name: str) -> None:
         advance = self._checked.advance
         if advance is not None and len(common := np.intersect1d(rows + self._base, advance.rows)):
             index = int((rows + self._base == common[0]).argmax())
             raise InvalidArgumentError.of(f"{field_name}[{index}]", "is in advance as well")
-
-    @staticmethod
-    def _same_length(field_name: str, values: U32, rows: I64) -> None:
-        if len(values) != len(rows):
-            raise InvalidArgumentError.of(field_name, f"has {len(values)} entries for {len(rows)} sequences")
-
-    @staticmethod
-    def _at_most(values: I64, limit: int, field_name: str) -> None:
-        over = values > limit
-        if np.count_nonzero(over):
-            raise InvalidArgumentError.of(f"{field_name}[{int(over.argmax())}]", f"leads beyond {limit}")
-
-    @staticmethod
-    def _between(values: I64, low: I64, high: I64, field_name: str) -> None:
-        bad = (values < low) | (values > high)
-        if np.count_nonzero(bad):
-            at = int(bad.argmax())
-            raise InvalidArgumentError.of(
-                f"{field_name}[{at}]",
-                f"is {int(values[at])}, must be between {int(low[at])} and {int(high[at])}",
-            )

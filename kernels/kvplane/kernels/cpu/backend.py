@@ -44,9 +44,7 @@ class CpuBackend:
         """Work list and workspace."""
         return prepare(plan)
 
-    def attend(
-        self, plan: "AttentionPlan", query: Tensor, layer: "PagedKv", out: Tensor, lse: Tensor
-    ) -> None:
+    def attend(self, plan: "AttentionPlan", query: Tensor, layer: "PagedKv", out: Tensor, lse: Tensor) -> None:
         """Partial results of all items, then one merge per row."""
         work: CpuWork = plan.work
         geometry = plan.geometry
@@ -123,9 +121,7 @@ class CpuBackend:
         moved = 2 * len(plan.slots) * plan.geometry.num_kv_heads * row_bytes
         run_on_all(lambda: block_kernels.write_slots(*arguments), _useful_threads(moved))
 
-    def copy_blocks(
-        self, layer: "PagedKv", sources: NDArray[np.int64], destinations: NDArray[np.int64]
-    ) -> None:
+    def copy_blocks(self, layer: "PagedKv", sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
         """Gather all, then scatter all: a block may be source and destination at once."""
         shape = _canonical_shape(layer, len(sources))
         key, value = (torch.empty(shape, dtype=layer.geometry.dtype) for _ in range(2))
@@ -164,9 +160,7 @@ class CpuBackend:
         )
         return sums
 
-    def _move(
-        self, layer: "PagedKv", blocks: NDArray[np.int64], operation: int, key: int, value: int
-    ) -> None:
+    def _move(self, layer: "PagedKv", blocks: NDArray[np.int64], operation: int, key: int, value: int) -> None:
         geometry = layer.geometry
         row_bytes = geometry.head_dim * geometry.dtype.itemsize
         arguments = (
@@ -180,9 +174,7 @@ class CpuBackend:
             key,
             value,
         )
-        run_on_all(
-            lambda: block_kernels.move_blocks(*arguments), _useful_threads(_bytes_of(layer, len(blocks)))
-        )
+        run_on_all(lambda: block_kernels.move_blocks(*arguments), _useful_threads(_bytes_of(layer, len(blocks))))
 
 
 def _canonical_shape(layer: "PagedKv", blocks: int) -> tuple[int, int, int, int]:

@@ -42,9 +42,7 @@ def prefetch_next(rows: NDArray[np.int64], offset: int, count: int, row_bytes: i
 
 
 @jit
-def convert_rows(
-    tag: Any, size: int, rows: NDArray[np.int64], offset: int, count: int, dim: int, into: int
-) -> None:
+def convert_rows(tag: Any, size: int, rows: NDArray[np.int64], offset: int, count: int, dim: int, into: int) -> None:
     """Rows at scattered addresses become float32 rows [count, dim]."""
     for t in range(count):
         for d in range(0, dim, 16):

@@ -247,9 +247,7 @@ def horizontal_sum(builder: Any, a: Any) -> Any:
         indices = ir.VectorType(I32, width)
         low, high = (ir.Constant(indices, list(range(start, start + width))) for start in (0, width))
         none = ir.Constant(value.type, ir.Undefined)
-        value = builder.fadd(
-            builder.shuffle_vector(value, none, low), builder.shuffle_vector(value, none, high)
-        )
+        value = builder.fadd(builder.shuffle_vector(value, none, low), builder.shuffle_vector(value, none, high))
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 

@@ -57,9 +57,7 @@ def warm_up(dtypes: Iterable[torch.dtype] = SUPPORTED_DTYPES) -> WarmUp:
         api.copy_blocks(layer, [1], [2])
         api.checksum_blocks(layer, [1])
     after_compiled, after_loaded = _counts()
-    report = WarmUp(
-        after_compiled - compiled, after_loaded - loaded, time.perf_counter() - begin, CACHE_FOLDER
-    )
+    report = WarmUp(after_compiled - compiled, after_loaded - loaded, time.perf_counter() - begin, CACHE_FOLDER)
     _log.info(
         "kernels ready in %.1f s: %d compiled, %d loaded from %s",
         report.seconds,

@@ -95,9 +95,7 @@ def accumulate_lanes(
     for d in range(0, dim, ROWS):
         a, c = values + d * 4, output + d * WIDE_BYTES
         if dot:
-            outer_tile(
-                TAG_BF16, TAG_F32, 4, a, 4, dim * 4, scores, 0, 0, (count + 1) // 2, 0, c, WIDE_BYTES, ones
-            )
+            outer_tile(TAG_BF16, TAG_F32, 4, a, 4, dim * 4, scores, 0, 0, (count + 1) // 2, 0, c, WIDE_BYTES, ones)
         else:
             outer_tile(TAG_F32, TAG_F32, 4, a, 4, dim * 4, scores, 0, 0, count, 0, c, WIDE_BYTES, ones)
 
@@ -192,9 +190,7 @@ def attend_wide(
                 for r in range(WIDE):
                     scores[t, r] = 0
             score_lanes(dot, address_of(key_tile), count, dim, query_rows, score_rows, ones)
-            softmax_lanes(
-                score_rows[0], scale, soft_cap, masked, address_of(state), count, address_of(output), dim
-            )
+            softmax_lanes(score_rows[0], scale, soft_cap, masked, address_of(state), count, address_of(output), dim)
             # a masked tile stays float32: its values have to be searched for NaN
             in_pairs = dot and not masked
             if in_pairs:
@@ -205,9 +201,7 @@ def attend_wide(
             if masked and not all_finite(address_of(value_tile), count * dim):
                 accumulate_seen(scores, value_tile, state, count, output)
             else:
-                accumulate_lanes(
-                    in_pairs, address_of(value_tile), count, dim, score_rows, address_of(output), ones
-                )
+                accumulate_lanes(in_pairs, address_of(value_tile), count, dim, score_rows, address_of(output), ones)
         for r in range(rows):
             token = members[(first + r) // group]
             place = split - tokens[token, 3]

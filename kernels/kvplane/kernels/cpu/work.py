@@ -95,9 +95,7 @@ def prepare(plan: "AttentionPlan") -> CpuWork:
     token_split = split_of[sequence]
     splits = np.where(high > low, (high - 1) // token_split - low // token_split + 1, 0)
     tokens = np.zeros((plan.num_tokens, 5), np.int64)
-    tokens[: len(sequence)] = np.stack(
-        [low, high, np.cumsum(splits) - splits, low // token_split, splits], axis=1
-    )
+    tokens[: len(sequence)] = np.stack([low, high, np.cumsum(splits) - splits, low // token_split, splits], axis=1)
 
     start = np.cumsum(queries) - queries
     block_rows = np.where(narrow_of, NARROW_ROWS, WIDE)

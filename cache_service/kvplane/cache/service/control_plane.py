@@ -1,0 +1,383 @@
+"""The cache service without a transport: messages in, messages out, errors raised.
+
+Nothing awaits in here, so every method is atomic on an event loop and needs no lock. What has to wait for shards
+returns the `Broadcast` to wait for.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from kvplane.cache.core import Chain
+from kvplane.cache.service import identities
+from kvplane.cache.service.config import CacheConfig
+from kvplane.cache.service.decode import Surroundings, decode_sequence
+from kvplane.cache.service.endings import end_session
+from kvplane.cache.service.metrics import Metrics
+from kvplane.cache.service.pools import CallLater, HostedPool, namespace_row
+from kvplane.cache.service.prompts import prompt_sequence
+from kvplane.cache.service.registrations import Registrations
+from kvplane.cache.service.sessions import EngineSession, Push
+from kvplane.cache.service.shards import Broadcast
+from kvplane.cache.service.steps import apply_step
+from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
+from kvplane.wire import features, limits
+from kvplane.wire.errors import (
+    InvalidArgumentError,
+    KvplaneError,
+    LimitExceededError,
+    NotFoundError,
+    PoolLostError,
+    SessionExpiredError,
+    StaleEpochError,
+    UnavailableError,
+)
+from kvplane.wire.identity import Namespace
+from kvplane.wire.packed import unpack_u32
+
+_log = structlog.get_logger(__name__)
+
+DEFAULT_TENANT = "default"
+
+
+class ControlPlane:
+    """All pools and sessions of one service. `clock` gives seconds; `call_later(seconds, call)` calls back."""
+
+    def __init__(self, config: CacheConfig, clock: Callable[[], float], call_later: CallLater) -> None:
+        self.config = config
+        self.clock = clock
+        self.metrics = Metrics()
+        self.pools: dict[str, HostedPool] = {}
+        self.registrations = Registrations(self)
+        self.draining = False
+        self._call_later = call_later
+        self._lost_sessions: dict[int, None] = {}
+        secret = config.tenant_secret.read_bytes() if config.tenant_secret else None
+        self._tenant_secret = secret
+
+    def new_pool(self, template: registry_pb2.RegisterRequest) -> HostedPool:
+        """A pool whose first shard has registered."""
+        if template.pool_id not in self.pools:
+            _check_limit("pools", len(self.pools), self.config.max_pools)
+        pool = HostedPool(
+            template,
+            self.config,
+            self.metrics,
+            secrets.token_bytes(32),
+            self._call_later,
+            self.clock,
+            self.note_lost,
+        )
+        self.pools[template.pool_id] = pool
+        return pool
+
+    def tick(self) -> None:
+        """End what has run out: leases, and shards that were silent too long."""
+        now = self.clock()
+        for pool in self.pools.values():
+            for session_id in pool.core.expired(now) if pool.core is not None else ():
+                self.metrics.lease_expiries.inc()
+                _log.warning("lease expired", session=session_id, pool=pool.pool_id)
+                end_session(pool, pool.sessions[session_id], _expired(session_id))
+        self.registrations.tick(now)
+        self.metrics.refresh(self.pools.values())
+
+    # Sessions
+
+    def open_session(
+        self, request: cache_pb2.OpenSessionRequest, tenant_id: str
+    ) -> tuple[cache_pb2.OpenSessionResponse, Broadcast]:
+        """Take or resume a lease; the answer counts once all shards know the session (and its lease epoch)."""
+        features.require(request.required_features)
+        pool = self._pool(request.pool_id)
+        if request.resume_token:
+            session = self._resume(pool, request)
+            return self._opened(pool, session), self._serve(pool, session)
+        core = pool.open_core()
+        if self.draining:
+            raise _draining()
+        identities.require_same("model", pool.template.model, request.model)
+        if request.HasField("layout"):
+            identities.require_same("layout", pool.template.layout, request.layout)
+        identities.check_name(request.engine_name, "engine_name")
+        if request.mode not in (types_pb2.SESSION_MODE_ATTACHED, types_pb2.SESSION_MODE_REMOTE):
+            raise InvalidArgumentError.of("mode", "is neither ATTACHED nor REMOTE")
+        ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else limits.TTL_MS_DEFAULT
+        ranks = request.num_ranks if request.HasField("num_ranks") else 1
+        rows = request.max_sequences if request.HasField("max_sequences") else 1024
+        _check_range("ttl_ms", ttl_ms, limits.TTL_MS_MIN, limits.TTL_MS_MAX)
+        _check_range("num_ranks", ranks, 1, limits.SESSION_RANKS)
+        _check_range("max_sequences", rows, 1, 1 << 20)
+        sessions = sum(len(each.sessions) for each in self.pools.values())
+        _check_limit("sessions", sessions, self.config.max_sessions)
+        namespace = identities.namespace(request.default_namespace, self._salt(tenant_id), "default_namespace")
+        namespace_id = self._register(pool, namespace)
+        session = EngineSession(
+            core=core.open_session(
+                self.clock(), min(rows, self.config.max_sequences), ttl_ms / 1000, secrets.randbits(62) | 1
+            ),
+            pool_id=pool.pool_id,
+            mode=request.mode,
+            num_ranks=ranks,
+            engine_name=request.engine_name,
+            tenant_id=tenant_id,
+            namespace_id=namespace_id,
+        )
+        pool.sessions[session.session_id] = session
+        _log.info("session opened", session=session.session_id, pool=pool.pool_id, engine=request.engine_name)
+        self._put_namespace(pool, namespace_id, tenant_id)
+        return self._opened(pool, session), self._serve(pool, session)
+
+    def heartbeat(self, request: cache_pb2.HeartbeatRequest) -> cache_pb2.HeartbeatResponse:
+        """Renew a lease."""
+        pool, session = self.session(request.session_id, request.lease_epoch)
+        assert pool.core is not None
+        pool.core.renew(session.session_id, self.clock())
+        return cache_pb2.HeartbeatResponse(
+            ttl_ms=round(session.core.ttl_seconds * 1000), pool_state=pool.state, incarnation=pool.incarnation
+        )
+
+    def close_session(self, request: cache_pb2.CloseSessionRequest) -> cache_pb2.CloseSessionResponse:
+        """End a lease; closing one that is gone succeeds. An attached engine whose lease ran out can still say here
+        that its device work is over."""
+        for pool in self.pools.values():
+            session = pool.sessions.get(request.session_id)
+            if session is not None:
+                session.check_epoch(request.lease_epoch)
+                _log.info("session closed", session=session.session_id, pool=pool.pool_id)
+                end_session(pool, session, _expired(session.session_id), drained=request.drained)
+                coming = session.core.deferred.coming if session.session_id in pool.sessions else 0
+                return cache_pb2.CloseSessionResponse(quarantined_blocks=coming)
+        return cache_pb2.CloseSessionResponse()
+
+    def register_namespace(
+        self, request: cache_pb2.RegisterNamespaceRequest
+    ) -> tuple[cache_pb2.RegisterNamespaceResponse, Broadcast]:
+        """Name a namespace; the answer counts once all shards have stored it."""
+        pool, session = self.session(request.session_id, request.lease_epoch)
+        if request.on_behalf_of_tenant:
+            raise features.refuse("on_behalf_of", "on_behalf_of_tenant")
+        core = pool.open_core()
+        core.renew(session.session_id, self.clock())
+        namespace = identities.namespace(request.namespace, self._salt(session.tenant_id), "namespace")
+        namespace_id = self._register(pool, namespace)
+        response = cache_pb2.RegisterNamespaceResponse(
+            namespace_id=namespace_id + 1,
+            root_digest=core.state.namespaces.root(namespace_id),
+            version=core.state.namespaces.version(namespace_id),
+        )
+        return response, self._put_namespace(pool, namespace_id, session.tenant_id)
+
+    def lookup(self, request: cache_pb2.LookupRequest, hashed: Chain | None = None) -> cache_pb2.LookupResponse:
+        """How much of a prompt is published. `hashed` is what was hashed of it ahead."""
+        pool, session = self.session(request.session_id, request.lease_epoch)
+        if request.HasField("pin"):
+            raise features.refuse("pin", "pin")
+        core = pool.open_core()
+        prompt = request.prompt
+        tokens = unpack_u32("prompt.tokens", prompt.tokens)
+        _check_limit("prompt_tokens", len(tokens) - 1, self.config.max_prompt_tokens)
+        admit = decode_sequence(prompt_sequence(prompt), "prompt", self._surroundings(pool, session))
+        chain = core.hash_prompt(admit.namespace_id, admit.tokens, dict(admit.extra_keys), hashed)
+        size = pool.template.model.block_tokens
+        cap = len(tokens) - 1
+        if request.HasField("max_hit_tokens"):
+            cap = min(cap, request.max_hit_tokens)
+        chain = chain.cut(cap // size)
+        hit = core.lookup(chain)
+        reason = types_pb2.HIT_REASON_FULL if hit == len(chain) * size else types_pb2.HIT_REASON_NEVER_SEEN
+        if hit < len(chain) * size and core.state.pool.index.was_evicted(chain.digest(hit // size)):
+            reason = types_pb2.HIT_REASON_EVICTED
+        if not len(chain):
+            reason = types_pb2.HIT_REASON_TOO_SHORT
+        return cache_pb2.LookupResponse(hit_tokens=hit, group_hit_tokens=hit.to_bytes(4, "little"), hit_reason=reason)
+
+    # Steps
+
+    def open_stream(
+        self,
+        request: cache_pb2.StepRequest,
+        push: Push,
+        close: Callable[[KvplaneError], None],
+    ) -> tuple[HostedPool, EngineSession, list[cache_pb2.StepResponse]]:
+        """Bind a stream to its session; returns what to send first: `opened`, then what the engine has not seen."""
+        features.require(request.required_features)
+        if request.WhichOneof("message") != "open":
+            raise InvalidArgumentError.of("open", "must be the first message of a stream")
+        opening = request.open
+        pool, session = self.session(opening.session_id, opening.lease_epoch)
+        if opening.stream_epoch != session.stream_epoch:
+            raise StaleEpochError(
+                f"stream epoch {opening.stream_epoch} was replaced by {session.stream_epoch}",
+                metadata={"stream_epoch": str(session.stream_epoch)},
+            )
+        assert pool.core is not None
+        pool.core.renew(session.session_id, self.clock())
+        if session.close_stream is not None:
+            session.close_stream(StaleEpochError(f"session {session.session_id} has a newer stream"))
+        session.push, session.close_stream = push, close
+        session.confirm(opening.last_seen_step, opening.last_seen_notice)
+        opened = session.respond()
+        opened.opened.last_applied_step = session.core.ledger.newest_step
+        again = [answer for _, answer in sorted(session.answers.items())]
+        again += [notice for _, notice in sorted(session.notices.items())]
+        return pool, session, [opened, *again]
+
+    def step(
+        self, pool: HostedPool, session: EngineSession, request: cache_pb2.StepRequest, chains: Mapping[int, Chain]
+    ) -> cache_pb2.StepResponse:
+        """Answer one message of a bound stream. Raises what ends the stream."""
+        kind = request.WhichOneof("message")
+        if kind == "step":
+            return apply_step(pool, session, request, chains)
+        features.require(request.required_features)
+        if kind == "declaration":
+            raise features.refuse("declaration", "declaration")
+        raise InvalidArgumentError.of("message", "is neither a step nor a declaration")
+
+    def session(self, session_id: int, lease_epoch: int) -> tuple[HostedPool, EngineSession]:
+        """A live session. Raises `SessionExpiredError`, `PoolLostError`, `StaleEpochError`."""
+        for pool in self.pools.values():
+            session = pool.sessions.get(session_id)
+            if session is not None and not session.core.ended and session.core.expires_at > self.clock():
+                session.check_epoch(lease_epoch)
+                return pool, session
+        if session_id in self._lost_sessions:
+            raise PoolLostError(f"session {session_id}: its pool's bytes are gone")
+        raise _expired(session_id)
+
+    def note_lost(self, sessions: list[int]) -> None:
+        """Remember sessions whose pool was lost, so that their engines are told why; the newest few thousand."""
+        self._lost_sessions.update(dict.fromkeys(sessions))
+        while len(self._lost_sessions) > 4096:
+            del self._lost_sessions[next(iter(self._lost_sessions))]
+
+    # Pools
+
+    def get_pool(self, request: cache_pb2.GetPoolRequest) -> cache_pb2.GetPoolResponse:
+        """One pool."""
+        return cache_pb2.GetPoolResponse(pool=self._pool(request.pool_id).describe())
+
+    def list_pools(self, request: cache_pb2.ListPoolsRequest) -> cache_pb2.ListPoolsResponse:
+        """A page of pools, by name; the token of a page is the last name of the one before."""
+        size = request.page_size or 100
+        _check_range("page_size", size, 1, 1000)
+        names = sorted(name for name in self.pools if name > request.page_token)
+        page = [self.pools[name].describe() for name in names[:size]]
+        more = names[size - 1] if len(names) > size else ""
+        return cache_pb2.ListPoolsResponse(pools=page, next_page_token=more)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an open pool."""
+        return not self.draining and any(pool.state == types_pb2.POOL_STATE_READY for pool in self.pools.values())
+
+    def drain(self, deadline_seconds: float) -> None:
+        """No new sessions; every engine is told."""
+        self.draining = True
+        for pool in self.pools.values():
+            for session in pool.sessions.values():
+                notice = cache_pb2.DrainingNotice(deadline_ms=round(1000 * deadline_seconds))
+                session.notify(cache_pb2.Notice(draining=notice))
+
+    def _pool(self, pool_id: str) -> HostedPool:
+        pool = self.pools.get(pool_id)
+        if pool is None:
+            raise NotFoundError(f"pool {pool_id[:80]!r} does not exist", reason="POOL_NOT_FOUND")
+        return pool
+
+    def _serve(self, pool: HostedPool, session: EngineSession) -> Broadcast:
+        serve = registry_pb2.ServeSession(
+            session=self._served(session), secret_sha256=hashlib.sha256(session.secret).digest()
+        )
+        return Broadcast(pool.links.values(), registry_pb2.ControlResponse(serve_session=serve))
+
+    def _resume(self, pool: HostedPool, request: cache_pb2.OpenSessionRequest) -> EngineSession:
+        for session in pool.sessions.values():
+            live = not session.core.ended and session.core.expires_at > self.clock()
+            if live and hmac.compare_digest(session.resume_token, request.resume_token):
+                assert pool.core is not None
+                pool.core.renew(session.session_id, self.clock())
+                session.lease_epoch += 1
+                if session.close_stream is not None:
+                    session.close_stream(StaleEpochError(f"session {session.session_id} was resumed elsewhere"))
+                    session.push = session.close_stream = None
+                _log.info("session resumed", session=session.session_id, lease_epoch=session.lease_epoch)
+                return session
+        raise SessionExpiredError("the resume token's session is gone")
+
+    def _opened(self, pool: HostedPool, session: EngineSession) -> cache_pb2.OpenSessionResponse:
+        return cache_pb2.OpenSessionResponse(
+            session_id=session.session_id,
+            lease_epoch=session.lease_epoch,
+            stream_epoch=session.stream_epoch,
+            ttl_ms=round(session.core.ttl_seconds * 1000),
+            resume_token=session.resume_token,
+            session_secret=session.secret,
+            pool=pool.describe(),
+            max_sequences=session.core.max_sequences,
+            default_namespace_id=session.namespace_id + 1,
+            last_applied_step=session.core.ledger.newest_step,
+            limits=cache_pb2.Limits(
+                message_bytes=limits.MESSAGE_BYTES,
+                unanswered_steps=limits.UNANSWERED_STEPS,
+                prompt_tokens=self.config.max_prompt_tokens,
+                new_blocks_per_step=limits.NEW_BLOCKS_PER_STEP,
+                step_sequences=limits.STEP_SEQUENCES,
+                sessions=self.config.max_sessions,
+            ),
+            features=sorted(features.BUILT),
+        )
+
+    def _surroundings(self, pool: HostedPool, session: EngineSession) -> Surroundings:
+        return Surroundings(pool.template.model.block_tokens, session.namespace_id)
+
+    def _register(self, pool: HostedPool, namespace: Namespace) -> int:
+        core = pool.open_core()
+        if namespace not in core.state.namespaces:
+            _check_limit("namespaces", len(core.state.namespaces), self.config.max_namespaces)
+        return core.register_namespace(namespace)
+
+    def _put_namespace(self, pool: HostedPool, namespace_id: int, tenant_id: str) -> Broadcast:
+        put = registry_pb2.PutNamespaces(namespaces=[namespace_row(pool.open_core(), namespace_id, tenant_id)])
+        return Broadcast(pool.links.values(), registry_pb2.ControlResponse(put_namespaces=put))
+
+    def _served(self, session: EngineSession) -> registry_pb2.ServedSession:
+        return registry_pb2.ServedSession(
+            session_id=session.session_id,
+            lease_epoch=session.lease_epoch,
+            tenant_id=session.tenant_id,
+            ttl_ms=round(session.core.ttl_seconds * 1000),
+            mode=session.mode,
+            max_sequences=session.core.max_sequences,
+        )
+
+    def _salt(self, tenant_id: str) -> bytes:
+        """A tenant's salt: derived with the configured secret, never taken from a request. Without a secret there is
+        one tenant and nothing to keep apart."""
+        if self._tenant_secret is None:
+            return b""
+        return hmac.digest(self._tenant_secret, b"kvplane tenant salt\0" + tenant_id.encode(), hashlib.sha256)
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgumentError.of(field, f"is {value}, must be between {low} and {high}")
+
+
+def _check_limit(name: str, value: int, limit: int) -> None:
+    if value >= limit:
+        raise LimitExceededError(
+            f"the limit of {limit} {name} is reached", metadata={"limit": name, "value": str(limit)}
+        )
+
+
+def _expired(session_id: int) -> SessionExpiredError:
+    return SessionExpiredError(f"session {session_id} is gone, or its lease is over")
+
+
+def _draining() -> KvplaneError:
+    return UnavailableError("the cache service is draining", reason="DRAINING", retry_after_seconds=1.0)
