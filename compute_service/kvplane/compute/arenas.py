@@ -1,15 +1,11 @@
 """Arenas: memory that a remote session on this host shares with the service for its tensors."""
 
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from kvplane.compute import memory
 from kvplane.compute.memory import SharedMemory
 from kvplane.wire.errors import InvalidArgumentError, LimitExceededError
 
-MAX_VIEWS = 1024
-"""Views kept per arena: engines use the same few places again and again."""
 SLICE_ALIGNMENT = 64
 """Bytes that every slice's offset is a multiple of."""
 
@@ -21,8 +17,6 @@ class Arena:
     arena_id: int
     session_id: int
     shared: SharedMemory
-    views: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    """Views that were made and checked before, by the encoded tensor that asked for them."""
 
 
 class Arenas:
@@ -32,6 +26,8 @@ class Arenas:
         self._budget_bytes = budget_bytes
         self._arenas: dict[int, Arena] = {}
         self._next_id = 1
+        self.closed = 0
+        """Counts arenas that were given up: what was remembered of their places may not hold any more."""
 
     @property
     def used_bytes(self) -> int:
@@ -64,6 +60,7 @@ class Arenas:
         """Give an arena up; work that runs on it keeps its mapping until it ends."""
         arena = self._arenas.pop(arena_id, None)
         if arena is not None:
+            self.closed += 1
             arena.shared.close()
 
     def close_session(self, session_id: int) -> None:

@@ -152,7 +152,13 @@ class Attachments:
         process = holding.processes.find(gone.process, gone.session_id)
         if process is not None:
             found = process
-            future = self._executor.submit(lambda: holding.processes.remove(found), bounded=False)
+
+            def forget() -> None:
+                holding.processes.remove(found)
+                # It may have written stamps to its last moment, and without processes nobody looks at them any more.
+                holding.occupancy.changes += 1
+
+            future = self._executor.submit(forget, bounded=False)
             self._background.add(future)
             future.add_done_callback(self._background.discard)
 

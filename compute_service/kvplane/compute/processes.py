@@ -85,6 +85,10 @@ class Processes:
         """Every process that is not known to be forgotten."""
         return list(self._processes.values())
 
+    def some(self) -> bool:
+        """Whether any process has, or had, the memory."""
+        return bool(self._processes)
+
     def of_session(self, session_id: int) -> list[Process]:
         """The processes of a session."""
         return [each for each in self._processes.values() if each.session_id == session_id]

@@ -1,7 +1,7 @@
 """Plans and runs of a remote session, as jobs of the device thread: everything is checked, then everything is done."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,9 @@ from kvplane.wire.errors import DeadlineExceededError, InvalidArgumentError, Lim
 OPEN_PLANS = 16
 """Plans that a session may have open."""
 
+MAX_PLACES = 1024
+"""Checked places that a stream remembers."""
+
 _WRITES = (compute_pb2.RUN_KIND_WRITE, compute_pb2.RUN_KIND_WRITE_AND_ATTEND)
 _ATTENDS = (compute_pb2.RUN_KIND_ATTEND, compute_pb2.RUN_KIND_WRITE_AND_ATTEND)
 
@@ -35,6 +38,10 @@ class Stream:
     last_plan: int = 0
     usual_heads: int | None = None
     """Query heads of the newest run: a plan is prepared for as many before its first run comes."""
+    places: "dict[_Place, _Tensors]" = field(default_factory=dict)
+    """Tensors in arenas that were checked before: engines use the same few places again and again."""
+    places_under: int = 0
+    """Count of closed arenas at which they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,10 @@ class RunOutcome:
     read_bytes: int
     tokens: int
     """Query tokens attended."""
+
+
+_Place = tuple[int, int, bytes]
+"""Kind of run, new tokens, encoded tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +122,12 @@ class Runs:
             raise InvalidArgumentError.of("run.layer", f"{run.layer} is not held by this shard")
         if run.kind not in _WRITES and run.kind not in _ATTENDS:
             raise InvalidArgumentError.of("run.kind", "is not set")
-        options = run.options if run.HasField("options") else plan.options
-        check_options(options, "run.options")
         batch = plan.batch
-        tensors = self._tensors(run, holding, session, batch.num_tokens)
+        tensors = self._placed(stream, run, batch.num_tokens)
+        options = plan.options
+        if run.HasField("options"):
+            options = run.options
+            check_options(options, "run.options")
         shape = shape_of(options, tensors.num_query_heads)
         prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
         unchanged = self._check_blocks(run, session, holding, plan)
@@ -157,9 +170,22 @@ class Runs:
         stream.session.check(stream.lease_epoch)
         return stream.session, holding
 
-    def _tensors(self, run: compute_pb2.Run, holding: Holding, session: Session, tokens: int) -> _Tensors:
+    def _placed(self, stream: Stream, run: compute_pb2.Run, tokens: int) -> _Tensors:
+        """The run's tensors, made anew unless the same places of arenas were checked before."""
+        if stream.places_under != self._arenas.closed or len(stream.places) >= MAX_PLACES:
+            stream.places.clear()
+            stream.places_under = self._arenas.closed
+        place = (run.kind, tokens, b"".join([tensor.SerializeToString() for tensor in run.tensors]))
+        found = stream.places.get(place)
+        if found is None:
+            given = RunTensors(run.tensors, self._arenas, stream.session.session_id)
+            found = self._tensors(given, run, stream.holding, tokens)
+            if given.in_arenas:
+                stream.places[place] = found
+        return found
+
+    def _tensors(self, given: RunTensors, run: compute_pb2.Run, holding: Holding, tokens: int) -> _Tensors:
         layout = holding.pool.layout
-        given = RunTensors(run.tensors, self._arenas, session.session_id)
         key = value = query = out = lse = None
         heads = layout.num_kv_heads
         if run.kind in _ATTENDS:
@@ -180,8 +206,9 @@ class Runs:
         reads_appended = run.kind == compute_pb2.RUN_KIND_ATTEND and run.layer not in plan.written_layers
         kind = (run.kind in _WRITES, reads_appended)
         if plan.checked.get(kind) == occupancy.changes:
-            # Nothing that this process does can have changed the answer since; others write stamps alone.
-            occupancy.check_current(batch.ids, batch.generations)
+            # Nothing that this process did has changed the answer since. Attached processes, if any, write stamps.
+            if holding.processes.some():
+                occupancy.check_current(batch.ids, batch.generations)
             return True
         check_read(occupancy, batch, session.session_id, with_appended=reads_appended)
         if run.kind in _WRITES:

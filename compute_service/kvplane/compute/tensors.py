@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import torch
 
-from kvplane.compute.arenas import MAX_VIEWS, SLICE_ALIGNMENT, Arenas
+from kvplane.compute.arenas import SLICE_ALIGNMENT, Arenas
 from kvplane.compute.dtypes import torch_dtype, wire_dtype
 from kvplane.v1 import compute_pb2, types_pb2
 from kvplane.wire.errors import InvalidArgumentError
@@ -96,6 +96,11 @@ class RunTensors:
         self._written.append(tensor)
         return Result(tensor, message, inline=False)
 
+    @property
+    def in_arenas(self) -> bool:
+        """Whether nothing travels inline."""
+        return all(message.WhichOneof("location") == "arena" for message in self._messages.values())
+
     def check_overlap(self) -> None:
         """Raises when a result would overwrite an input or another result."""
         for index, written in enumerate(self._written):
@@ -121,10 +126,6 @@ class RunTensors:
 
     def _slice(self, message: compute_pb2.Tensor, shape: tuple[int, ...], wanted: torch.dtype | None) -> torch.Tensor:
         arena = self._arenas.get(message.arena.arena_id, self._session_id)
-        key = message.SerializeToString()
-        known = arena.views.get(key)
-        if known is not None and known.shape == shape and wanted in (None, known.dtype):
-            return known
         dtype = self._checked(message, shape, wanted)
         offset, count = message.arena.offset, prod(shape)
         name = f"{_name(message.role)}.arena.offset"
@@ -135,11 +136,7 @@ class RunTensors:
             raise InvalidArgumentError.of(name, f"ends at byte {end} of {arena.shared.num_bytes}")
         if not count:
             return torch.empty(shape, dtype=dtype)
-        view = torch.frombuffer(arena.shared.mapping, dtype=dtype, count=count, offset=offset).view(shape)
-        if len(arena.views) >= MAX_VIEWS:
-            arena.views.clear()
-        arena.views[key] = view
-        return view
+        return torch.frombuffer(arena.shared.mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _name(role: types_pb2.TensorRole.ValueType) -> str:
