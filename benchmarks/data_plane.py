@@ -134,10 +134,13 @@ class Stream:
 
     async def request(self, **request: Any) -> compute_pb2.ExecuteResponse:
         """The same with a numbered request; a refusal ends the benchmark."""
+        return await self.again(compute_pb2.ExecuteRequest(**request))
+
+    async def again(self, request: compute_pb2.ExecuteRequest) -> compute_pb2.ExecuteResponse:
+        """The same with a message that is used again and again, as an engine does for the layers of a model."""
         self._next_id += 1
-        response: compute_pb2.ExecuteResponse = await self.ask(
-            compute_pb2.ExecuteRequest(request_id=self._next_id, **request)
-        )
+        request.request_id = self._next_id
+        response: compute_pb2.ExecuteResponse = await self.ask(request)
         assert not response.HasField("refused"), response
         return response
 
@@ -228,23 +231,30 @@ async def run_overhead(
         kernels.write(batch, given["key"], given["value"], layer)
         kernels.attend(batch, given["query"], layer, out=out)
 
-    answer = await stream.request(run=run)
-    request_bytes = compute_pb2.ExecuteRequest(request_id=1000, run=run).ByteSize()
+    request = compute_pb2.ExecuteRequest(run=run)
+    answer = await stream.again(request)
+    request_bytes = request.ByteSize()
     samples: dict[str, list[float]] = {"run": [], "echo": [], "kernel": []}
     async with grpc.aio.insecure_channel(echo_address, options=channel_options()) as channel:
         echo = Stream(channel.stream_stream(ECHO)())
         await echo.ask(str(answer.ByteSize()).encode())
         message = bytes(request_bytes)
+        shuffle = np.random.default_rng(0)
         for index in range(rounds + 20):
-            begin = time.perf_counter()
-            await stream.request(run=run)
-            ran = time.perf_counter()
-            await echo.ask(message)
-            echoed = time.perf_counter()
+            # In another order every time: what runs before decides what the caches hold.
+            took: dict[str, float] = {}
+            for name in shuffle.permutation(("run", "echo", "kernel")).tolist():
+                begin = time.perf_counter()
+                if name == "run":
+                    await stream.again(request)
+                elif name == "echo":
+                    await echo.ask(message)
+                else:
+                    kernel()
+                took[name] = 1e3 * (time.perf_counter() - begin)
             if index >= 20:
-                samples["run"].append(1e3 * (ran - begin))
-                samples["echo"].append(1e3 * (echoed - ran))
-                samples["kernel"].append(timed(kernel))
+                for name, milliseconds in took.items():
+                    samples[name].append(milliseconds)
     await stream.request(close=compute_pb2.ClosePlan(plan_id=1))
     ran_ms, echo_ms, kernel_ms = (line(f"decode layer: {name}", samples[name]) for name in ("run", "echo", "kernel"))
     return {
@@ -276,7 +286,7 @@ async def inline_over_arena(stream: Stream, arena: Attached, rounds: int) -> dic
 
 def attached(folder: Path, rounds: int) -> dict[str, float]:
     """A step of an attached engine against the kernel alone on plain tensors of the same shape."""
-    heads, kv_heads, dim, context = 32, 8, 128, 1024
+    heads, kv_heads, dim, context = 32, 8, 128, 2048
     per_sequence = context // BLOCK_TOKENS
     num_blocks = BATCH * per_sequence + 1
     changes = {

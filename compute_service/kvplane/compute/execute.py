@@ -1,13 +1,12 @@
 """The Execute stream: requests in, jobs to the device thread in their order, answers out in the same order."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from itertools import count
-from typing import TypeVar
 
 import structlog
 
+from kvplane.compute.answers import Answers, Write
 from kvplane.compute.executor import Executor
 from kvplane.compute.metrics import Metrics
 from kvplane.compute.runs import RunOutcome, Runs, Stream
@@ -23,16 +22,11 @@ from kvplane.wire.errors import (
     SupersededError,
     UnavailableError,
 )
-from kvplane.wire.status import to_status
 
 _log = structlog.get_logger(__name__)
 
 UNANSWERED_REQUESTS = 64
 """Requests of one stream that may be without an answer; beyond that nothing is read from it."""
-
-Answer = TypeVar("Answer")
-Write = Callable[[compute_pb2.ExecuteResponse], Awaitable[None]]
-_Pending = tuple[int, "asyncio.Future[compute_pb2.ExecuteResponse]"]
 
 
 class ExecuteStreams:
@@ -47,7 +41,7 @@ class ExecuteStreams:
         self._metrics = metrics
         self._away_seconds = away_seconds
         self._ids = count(1)
-        self._newest: dict[int, asyncio.Future[None]] = {}
+        self._newest: dict[int, Stream] = {}
 
     async def serve(
         self, requests: AsyncIterator[compute_pb2.ExecuteRequest], write: Write, lost_after_seconds: float
@@ -57,26 +51,29 @@ class ExecuteStreams:
         if opening is None:
             return
         stream = await self._executor.submit(lambda: self._open(opening))
-        superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        session_id = stream.session.session_id
-        if session_id in self._newest:
-            self._newest[session_id].set_result(None)
-        self._newest[session_id] = superseded
-        pending: asyncio.Queue[_Pending | None] = asyncio.Queue(UNANSWERED_REQUESTS)
-        reader = asyncio.create_task(self._read(requests, opening.request_id, stream, pending, lost_after_seconds))
+        session_id, last_id = stream.session.session_id, opening.request_id
+        self._newest[session_id] = stream
+        answers = Answers(write, self._metrics, UNANSWERED_REQUESTS)
         try:
             opened = compute_pb2.ExecuteOpened(
                 last_grant=stream.session.last_grant, boot_id=self._state.identity.boot_id
             )
-            await write(compute_pb2.ExecuteResponse(request_id=opening.request_id, opened=opened))
-            await self._answer(pending, superseded, write)
-            await reader
+            await write(compute_pb2.ExecuteResponse(request_id=last_id, opened=opened))
+            async for request in requests:
+                if self._newest.get(session_id) is not stream:
+                    raise SupersededError("a newer stream of this session has taken over")
+                last_id += 1
+                if request.request_id != last_id:
+                    raise InvalidArgumentError.of("request_id", f"{request.request_id} does not follow {last_id - 1}")
+                self._post(stream, request, answers, lost_after_seconds)
+                await answers.room()
+            await answers.drained()
         finally:
-            reader.cancel()
-            if self._newest.get(session_id) is superseded:
+            answers.close()
+            if self._newest.get(session_id) is stream:
                 del self._newest[session_id]
             # Behind everything this stream has queued.
-            self._executor.submit(lambda: self._runs.close_stream(stream), bounded=False)
+            self._executor.post(lambda: self._runs.close_stream(stream), lambda *_: None, bounded=False)
 
     def _open(self, request: compute_pb2.ExecuteRequest) -> Stream:
         if request.WhichOneof("request") != "open":
@@ -89,70 +86,43 @@ class ExecuteStreams:
             raise PermissionDeniedError(f"session {session.session_id} is attached; it executes by itself")
         return Stream(next(self._ids), session, opening.lease_epoch, holding)
 
-    async def _read(
-        self,
-        requests: AsyncIterator[compute_pb2.ExecuteRequest],
-        last_id: int,
-        stream: Stream,
-        pending: "asyncio.Queue[_Pending | None]",
-        lost_after_seconds: float,
+    def _post(
+        self, stream: Stream, request: compute_pb2.ExecuteRequest, answers: Answers, lost_after_seconds: float
     ) -> None:
+        done = answers.expect(request.request_id)
         try:
-            async for request in requests:
-                if request.request_id != last_id + 1:
-                    raise InvalidArgumentError.of("request_id", f"{request.request_id} does not follow {last_id}")
-                last_id = request.request_id
-                # Jobs go to the thread in the order of the stream; what waits here is room for answers.
-                await pending.put((last_id, self._submit(stream, request, lost_after_seconds)))
-        finally:
-            await pending.put(None)
-
-    async def _answer(
-        self, pending: "asyncio.Queue[_Pending | None]", superseded: "asyncio.Future[None]", write: Write
-    ) -> None:
-        while (entry := await pending.get()) is not None:
-            request_id, future = entry
-            try:
-                response = await future
-            except KvplaneError as error:
-                self._metrics.refusals.labels(error.reason).inc()
-                response = compute_pb2.ExecuteResponse(refused=to_status(error))
-            response.request_id = request_id
-            await write(response)
-            if superseded.done():
-                raise SupersededError("a newer stream of this session has taken over")
-
-    def _submit(
-        self, stream: Stream, request: compute_pb2.ExecuteRequest, lost_after_seconds: float
-    ) -> "asyncio.Future[compute_pb2.ExecuteResponse]":
-        kind = request.WhichOneof("request")
-        try:
-            if kind == "run":
-                return self._executor.submit(lambda: self._guarded(lambda: self._run(stream, request.run)))
-            if kind == "plan":
-                if self._away_seconds() > lost_after_seconds:
-                    raise UnavailableError(
-                        "the control plane has been away for longer than this shard waits", retry_after_seconds=1.0
-                    )
-                plan, limit = request.plan, request.plan.deadline_ms
-                deadline = time.monotonic() + limit / 1000 if limit else None
-                return self._executor.submit(lambda: self._guarded(lambda: self._plan(stream, plan, deadline)))
-            if kind == "close":
-                return self._executor.submit(
-                    lambda: self._guarded(lambda: self._close(stream, request.close)), bounded=False
-                )
-            if kind == "apply_grants":
-                return self._executor.submit(lambda: self._guarded(lambda: self._apply(stream, request.apply_grants)))
-            raise InvalidArgumentError.of("request", "is not set" if kind is None else f"{kind} comes first or never")
+            job = self._job(stream, request, lost_after_seconds)
+            # What ends a plan only frees something: it is never turned away.
+            self._executor.post(job, done, bounded=not request.HasField("close"))
         except KvplaneError as error:
-            refused: asyncio.Future[compute_pb2.ExecuteResponse] = asyncio.get_running_loop().create_future()
-            refused.set_exception(error)
-            return refused
+            refusal = error
+            # Through the thread as well: answers keep the order of their requests.
+            self._executor.post(lambda: _refuse(refusal), done, bounded=False)
 
-    def _guarded(self, call: Callable[[], Answer]) -> Answer:
+    def _job(
+        self, stream: Stream, request: compute_pb2.ExecuteRequest, lost_after_seconds: float
+    ) -> Callable[[], compute_pb2.ExecuteResponse]:
+        kind = request.WhichOneof("request")
+        if kind == "run":
+            return lambda: self._guarded(self._run, stream, request.run)
+        if kind == "plan":
+            if self._away_seconds() > lost_after_seconds:
+                raise UnavailableError(
+                    "the control plane has been away for longer than this shard waits", retry_after_seconds=1.0
+                )
+            limit = request.plan.deadline_ms
+            deadline = time.monotonic() + limit / 1000 if limit else None
+            return lambda: self._guarded(self._plan, stream, request.plan, deadline)
+        if kind == "close":
+            return lambda: self._guarded(self._close, stream, request.close)
+        if kind == "apply_grants":
+            return lambda: self._guarded(self._apply, stream, request.apply_grants)
+        raise InvalidArgumentError.of("request", "is not set" if kind is None else f"{kind} comes first or never")
+
+    def _guarded(self, call: Callable[..., compute_pb2.ExecuteResponse], *given: object) -> compute_pb2.ExecuteResponse:
         """An unforeseen error refuses one request and not the stream."""
         try:
-            return call()
+            return call(*given)
         except KvplaneError:
             raise
         except KernelError as error:
@@ -183,3 +153,7 @@ class ExecuteStreams:
     def _apply(self, stream: Stream, request: compute_pb2.ApplyGrants) -> compute_pb2.ExecuteResponse:
         applied = compute_pb2.GrantsApplied(last_grant=self._runs.apply_grants(stream, request))
         return compute_pb2.ExecuteResponse(grants_applied=applied)
+
+
+def _refuse(error: KvplaneError) -> compute_pb2.ExecuteResponse:
+    raise error

@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 from kvplane.wire.errors import DeadlineExceededError, LimitExceededError
 
 Result = TypeVar("Result")
-_Job = tuple["asyncio.Future[Any]", Callable[[], Any], float | None]
+Done = Callable[[Any, BaseException | None], None]
+"""Takes a job's result, or its error."""
+_Job = tuple[Done, Callable[[], Any], float | None]
 
 RETRY_SECONDS = 0.02
 """When asking again makes sense after the queue was full."""
 
 
 class Executor:
-    """A thread and its queue. `submit` is called on the event loop; jobs run on the thread in order of submission."""
+    """A thread and its queue. `post` and `submit` are called on the event loop; jobs run in that order."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -36,21 +38,36 @@ class Executor:
         """Jobs that are queued or running."""
         return self._depth
 
-    def submit(
-        self, job: Callable[[], Result], *, bounded: bool = True, deadline: float | None = None
-    ) -> "asyncio.Future[Result]":
-        """Queue a job; its result or error comes by the future. `deadline` in seconds of `time.monotonic`: a job whose
-        time has passed is not begun (`DeadlineExceededError`). Raises `LimitExceededError` when `bounded` and the
-        queue is full; the control plane's commands are never turned away."""
+    def post(
+        self, job: Callable[[], object], done: Done, *, bounded: bool = True, deadline: float | None = None
+    ) -> None:
+        """Queue a job; `done` is called on the event loop when it has ended. `deadline` in seconds of
+        `time.monotonic`: a job whose time has passed is not begun (`DeadlineExceededError`). Raises
+        `LimitExceededError` when `bounded` and the queue is full; commands are never turned away."""
         if bounded and self._depth >= self._capacity:
             raise LimitExceededError(
                 f"the executor's queue holds {self._depth} jobs",
                 metadata={"limit": "queue", "value": str(self._capacity)},
                 retry_after_seconds=RETRY_SECONDS,
             )
-        future: asyncio.Future[Result] = self._loop.create_future()
         self._depth += 1
-        self._queue.put((future, job, deadline))
+        self._queue.put((done, job, deadline))
+
+    def submit(
+        self, job: Callable[[], Result], *, bounded: bool = True, deadline: float | None = None
+    ) -> "asyncio.Future[Result]":
+        """The same with a future for the result or the error."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self.post(job, done, bounded=bounded, deadline=deadline)
         return future
 
     async def close(self) -> None:
@@ -62,24 +79,19 @@ class Executor:
     def _work(self) -> None:
         finish = self._loop.call_soon_threadsafe
         while (entry := self._queue.get()) is not None:
-            future, job, deadline = entry
+            done, job, deadline = entry
             result: Any = None
             error: BaseException | None = None
             try:
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceededError("the deadline passed before the work was launched")
                 result = job()
-            except Exception as raised:  # every error belongs to whoever submitted
+            except Exception as raised:  # every error belongs to whoever posted the job
                 error = raised
-            finish(self._finish, future, result, error)
+            finish(self._finish, done, result, error)
             # A job holds tensors and plans: not until the next one comes.
-            del entry, future, job, result, error
+            del entry, done, job, result, error
 
-    def _finish(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+    def _finish(self, done: Done, result: object, error: BaseException | None) -> None:
         self._depth -= 1
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+        done(result, error)
