@@ -157,7 +157,7 @@ def test_a_pool_that_cannot_fit_is_refused_before_anything_is_allocated(fresh: S
     assert error.reason == "LIMIT_EXCEEDED"
     assert error.metadata["limit"] == "shared_memory_bytes"
     assert before
-    assert sorted(path.name for path in fresh.server.state.identity.folder.iterdir()) == []
+    assert sorted(path.name for path in fresh.server.state.identity.folder.iterdir()) == ["lock"]
     fresh.control.create_pool(64)
     step(engine := fresh.engine(), 0, [1], 0, fresh.control.grant(engine.session, {0: (0, fresh.blocks(1))}))
 

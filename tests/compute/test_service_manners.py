@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from compute_control import ControlPlane
-from compute_engine import RemoteEngine, running, settings
+from compute_engine import WRITE_AND_ATTEND, RemoteEngine, running, settings
 from compute_harness import ORACLE, Setup, step
 from compute_oracle import assert_attention
 from contract.messages import messages
@@ -23,7 +23,7 @@ from kvplane.compute.executor import Executor
 from kvplane.compute.server import COMPUTE_SERVICE
 from kvplane.compute.sessions import Session
 from kvplane.v1 import compute_pb2, step_pb2
-from kvplane.wire.errors import Code, LimitExceededError
+from kvplane.wire.errors import Code, LimitExceededError, UnavailableError
 from kvplane.wire.grants import sign
 from kvplane.wire.status import from_rpc_error
 
@@ -86,6 +86,26 @@ def test_a_second_service_does_not_take_the_socket(setup: Setup, tmp_path: Path)
     values = settings(tmp_path) | {"listen": [setup.address]}
     with pytest.raises(RuntimeError, match="listens"), running(values):
         pass
+
+
+def test_a_second_service_does_not_take_the_memory(setup: Setup, tmp_path: Path) -> None:
+    """Two processes on one directory would each undo what the other wrote."""
+    values = settings(tmp_path) | {"memory_folder": setup.server.config.memory_folder}
+    with pytest.raises(RuntimeError, match="another process"), running(values):
+        pass
+
+
+def test_a_plan_that_is_open_ends_while_the_service_drains(setup: Setup) -> None:
+    engine = setup.engine()
+    engine.apply(setup.control.grant(engine.session, {0: (0, setup.blocks(1))}))
+    plan = engine.plan({0: (1, 1)})
+    setup.server.state.draining = True
+    query, key, value = ORACLE.rows([1], 0, 1, 0)
+    engine.run(plan, 0, WRITE_AND_ATTEND, query=query, key=key, value=value)
+    engine.close_plan(plan)
+    with pytest.raises(UnavailableError):
+        engine.plan({0: (1, 1)})
+    setup.server.state.draining = False
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Attachments:
         return self.tickets.give(request)
 
     def _authenticate(self, request: compute_pb2.AttachRequest) -> None:
-        session = self.state.held().sessions.authenticate(
+        session = self.state.admitting().sessions.authenticate(
             request.session_id, request.lease_epoch, request.session_secret
         )
         needed = {

@@ -32,7 +32,7 @@ def identify(
     state: ShardState, session_id: int, lease_epoch: int, secret: bytes, grants: Iterable[step_pb2.Grant]
 ) -> Caller:
     """Authenticate and apply grants: step grants change tables, export grants stand for this call alone."""
-    holding = state.held()
+    holding = state.admitting()
     session = holding.sessions.authenticate(session_id, lease_epoch, secret)
     readable: list[types_pb2.BlockList] = []
     for grant in grants:

@@ -9,7 +9,7 @@ import structlog
 from kvplane.compute.answers import Answers, Write
 from kvplane.compute.executor import Executor
 from kvplane.compute.metrics import Metrics
-from kvplane.compute.runs import RunOutcome, Runs, Stream
+from kvplane.compute.runs import Runs, Stream
 from kvplane.compute.state import ShardState
 from kvplane.kernels import KernelError
 from kvplane.v1 import compute_pb2, types_pb2
@@ -80,7 +80,7 @@ class ExecuteStreams:
             raise InvalidArgumentError.of("open", "must be the first message of a stream")
         opening = request.open
         features.require(opening.required_features)
-        holding = self._state.held()
+        holding = self._state.admitting()
         session = holding.sessions.authenticate(opening.session_id, opening.lease_epoch, opening.session_secret)
         if session.mode != types_pb2.SESSION_MODE_REMOTE:
             raise PermissionDeniedError(f"session {session.session_id} is attached; it executes by itself")
@@ -137,13 +137,7 @@ class ExecuteStreams:
         return compute_pb2.ExecuteResponse(plan=ready)
 
     def _run(self, stream: Stream, run: compute_pb2.Run) -> compute_pb2.ExecuteResponse:
-        outcome: RunOutcome = self._runs.run(stream, run)
-        totals = self._metrics.totals
-        totals.runs += 1
-        totals.written_bytes += outcome.written_bytes
-        totals.read_bytes += outcome.read_bytes
-        totals.attended_tokens += outcome.tokens
-        done = compute_pb2.RunDone(tensors=[result.encode() for result in outcome.results])
+        done = compute_pb2.RunDone(tensors=[result.encode() for result in self._runs.run(stream, run)])
         return compute_pb2.ExecuteResponse(run=done)
 
     def _close(self, stream: Stream, close: compute_pb2.ClosePlan) -> compute_pb2.ExecuteResponse:

@@ -42,6 +42,21 @@ class SharedMemory:
         os.close(self.descriptor)
 
 
+def claim(folder: Path) -> int:
+    """Make a folder this process's own, as long as the returned descriptor is open. Raises `RuntimeError` when it
+    belongs to another user or another process works in it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.parent.stat().st_uid not in (os.getuid(), 0):
+        raise RuntimeError(f"memory_folder: {folder} or its parent belongs to another user")
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise RuntimeError(f"memory_folder: another process works in {folder}") from error
+    return descriptor
+
+
 def available_bytes(folder: Path) -> int:
     """Bytes that the folder's file system has left."""
     stats = os.statvfs(folder)

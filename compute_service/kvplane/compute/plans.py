@@ -77,6 +77,8 @@ class OpenPlan:
     """Count of changes at which the blocks were last checked, by whether the run wrote and whether it read what it
     appends."""
     prepared: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
+    usual: dict[int, AttentionPlan] = field(default_factory=dict)
+    """Kernel plans under the plan's own options, by query heads."""
 
     def kernel_plan(self, shape: AttentionShape, geometry: KvGeometry, window: int | None) -> AttentionPlan:
         """The kernels' part, made once per shape. Raises `InvalidArgumentError`."""

@@ -9,7 +9,9 @@ from kvplane import kernels
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.copies import run_copies
 from kvplane.compute.grants import apply_grants
-from kvplane.compute.plans import OpenPlan, batch_of, check_options, check_read, shape_of
+from kvplane.compute.layout import ROLES, PoolLayout
+from kvplane.compute.metrics import Totals
+from kvplane.compute.plans import Batch, OpenPlan, batch_of, check_options, check_read, shape_of
 from kvplane.compute.sessions import Session
 from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tensors import Result, RunTensors
@@ -44,17 +46,6 @@ class Stream:
     """Count of closed arenas at which they were."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """What a run did."""
-
-    results: tuple[Result, ...]
-    written_bytes: int
-    read_bytes: int
-    tokens: int
-    """Query tokens attended."""
-
-
 _Place = tuple[int, int, bytes]
 """Kind of run, new tokens, encoded tensors."""
 
@@ -69,18 +60,21 @@ class _Tensors:
     query: torch.Tensor | None = None
     out: Result | None = None
     lse: Result | None = None
+    results: tuple[Result, ...] = ()
 
 
 class Runs:
     """What remote sessions execute on this shard."""
 
-    def __init__(self, state: ShardState, arenas: Arenas) -> None:
+    def __init__(self, state: ShardState, arenas: Arenas, totals: Totals) -> None:
         self._state = state
+        self._totals = totals
         self._arenas = arenas
 
     def open_plan(self, stream: Stream, plan: compute_pb2.Plan, deadline: float | None) -> int:
         """Apply the plan's grants, check it and pin its blocks; returns the newest grant's number."""
         session, holding = self._bound(stream)
+        self._state.admitting()
         if plan.plan_id <= stream.last_plan:
             raise InvalidArgumentError.of("plan.plan_id", f"{plan.plan_id} does not rise above {stream.last_plan}")
         if len(session.plans) >= OPEN_PLANS:
@@ -109,8 +103,8 @@ class Runs:
         session, _ = self._bound(stream)
         return apply_grants(self._state, session, request.grants)
 
-    def run(self, stream: Stream, run: compute_pb2.Run) -> RunOutcome:
-        """Execute one layer. A refusal is raised before anything is written."""
+    def run(self, stream: Stream, run: compute_pb2.Run) -> tuple[Result, ...]:
+        """Execute one layer and return its results. A refusal is raised before anything is written."""
         session, holding = self._bound(stream)
         plan = session.plans.get((stream.stream_id, run.plan_id))
         if plan is None:
@@ -124,12 +118,14 @@ class Runs:
             raise InvalidArgumentError.of("run.kind", "is not set")
         batch = plan.batch
         tensors = self._placed(stream, run, batch.num_tokens)
-        options = plan.options
-        if run.HasField("options"):
-            options = run.options
+        prepared = plan.usual.get(tensors.num_query_heads)
+        if prepared is None or run.HasField("options"):
+            options = run.options if run.HasField("options") else plan.options
             check_options(options, "run.options")
-        shape = shape_of(options, tensors.num_query_heads)
-        prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
+            shape = shape_of(options, tensors.num_query_heads)
+            prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
+            if not run.HasField("options"):
+                plan.usual[tensors.num_query_heads] = prepared
         unchanged = self._check_blocks(run, session, holding, plan)
         if tensors.key is not None and tensors.value is not None:
             if not unchanged:
@@ -142,13 +138,17 @@ class Runs:
             lse = None if tensors.lse is None else tensors.lse.tensor
             kernels.attend(prepared, tensors.query, layer, out=tensors.out.tensor, lse=lse)
             stream.usual_heads = tensors.num_query_heads
-        token_bytes = 2 * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
-        return RunOutcome(
-            tuple(result for result in (tensors.out, tensors.lse) if result is not None),
-            batch.num_tokens * token_bytes if tensors.key is not None else 0,
-            batch.num_seen * token_bytes if tensors.query is not None else 0,
-            batch.num_tokens if tensors.query is not None else 0,
-        )
+        self._count(batch, layout, wrote=tensors.key is not None, attended=tensors.query is not None)
+        return tensors.results
+
+    def _count(self, batch: Batch, layout: PoolLayout, *, wrote: bool, attended: bool) -> None:
+        totals, token_bytes = self._totals, len(ROLES) * layout.role_block_bytes // layout.block_tokens
+        totals.runs += 1
+        if wrote:
+            totals.written_bytes += batch.num_tokens * token_bytes
+        if attended:
+            totals.read_bytes += batch.num_seen * token_bytes
+            totals.attended_tokens += batch.num_tokens
 
     def close_plan(self, stream: Stream, plan_id: int) -> None:
         """End a plan. Everything it launched has completed, since the thread runs one job after the other."""
@@ -198,7 +198,8 @@ class Runs:
             key = given.take(types_pb2.TENSOR_ROLE_KEY, rows, layout.dtype)
             value = given.take(types_pb2.TENSOR_ROLE_VALUE, rows, layout.dtype)
         given.check_overlap()
-        return _Tensors(heads, key, value, query, out, lse)
+        results = tuple(result for result in (out, lse) if result is not None)
+        return _Tensors(heads, key, value, query, out, lse, results)
 
     def _check_blocks(self, run: compute_pb2.Run, session: Session, holding: Holding, plan: OpenPlan) -> bool:
         """Whether nothing has changed since a run of the same kind, which has occupied the blocks then."""

@@ -1,6 +1,7 @@
 """The compute service as a process: memory, device thread, sockets, control stream, start and drain."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvplane import kernels
-from kvplane.compute import inventory, sockets
+from kvplane.compute import inventory, memory, sockets
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.compute.attachments import Attachments
@@ -73,7 +74,7 @@ class ComputeServer:
         config, state, layout = self.config, self.state, self.state.identity.layout
         if config.threads is not None:
             kernels.set_num_threads(config.threads)
-        state.identity.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._started.callback(os.close, memory.claim(state.identity.folder))
         pool = reopen_pool(state.identity.folder, layout, state.identity.boot_id)
         if pool is None:
             max_blocks(config, layout)
@@ -137,6 +138,9 @@ class ComputeServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signalled.set)
         await self.start()
+        # What the libraries have made stays: collections need not look at it in the middle of a step.
+        gc.collect()
+        gc.freeze()
         await signalled.wait()
         await self.stop()
 
@@ -152,7 +156,7 @@ class ComputeServer:
 
     async def _serve(self) -> None:
         config, state = self.config, self.state
-        runs = Runs(state, self._arenas)
+        runs = Runs(state, self._arenas, self.metrics.totals)
         # The stubs call RPCs abstract that the generated base answers with UNIMPLEMENTED.
         servicer: type[Any] = ComputeServicer
         self._server = grpc.aio.server(options=server_options())

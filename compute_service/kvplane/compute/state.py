@@ -79,10 +79,14 @@ class ShardState:
         if self.holding is not None:
             self.holding.pool.directory.header["incarnation"] = incarnation
 
-    def held(self) -> Holding:
-        """The pool. Raises `UnavailableError` before there is one, and while the service drains."""
+    def admitting(self) -> Holding:
+        """The pool, for what begins now. Raises `UnavailableError` before there is one and while the service drains."""
         if self.draining:
             raise UnavailableError("this compute service is draining", retry_after_seconds=RETRY_SECONDS)
+        return self.held()
+
+    def held(self) -> Holding:
+        """The pool, for what has begun. Raises `UnavailableError` before there is one."""
         if self.holding is None:
             raise UnavailableError("this shard has no pool yet", retry_after_seconds=RETRY_SECONDS)
         return self.holding
