@@ -151,7 +151,16 @@ class CacheServicer(CacheServiceServicer):
         response, waits = await _answer(
             context, "OpenSession", lambda: self._plane.open_session(request, DEFAULT_TENANT)
         )
-        await _settled(context, "OpenSession", waits)
+        try:
+            await _settled(context, "OpenSession", waits)
+        except BaseException:
+            # Nobody learns of this session: it must not wait for its lease to run out.
+            self._plane.close_session(
+                cache_pb2.CloseSessionRequest(
+                    session_id=response.session_id, lease_epoch=response.lease_epoch, drained=True
+                )
+            )
+            raise
         return response
 
     async def Heartbeat(self, request: cache_pb2.HeartbeatRequest, context: Context) -> cache_pb2.HeartbeatResponse:
