@@ -16,7 +16,7 @@ from kvplane.v1.registry_pb2_grpc import PoolRegistryServiceStub
 from kvplane.wire.errors import Code, KvplaneError
 from kvplane.wire.status import from_rpc_error, from_status
 from tensorless_shard import full_attention, model_message
-from wire_engine import A, Rejected, WireEngine, admit, commit, new_sequence, u32
+from wire_engine import A, Rejected, WireEngine, admit, commit, finish, new_sequence, u32
 
 CALLS: dict[str, Any] = {
     "open_session": cache_pb2.OpenSessionRequest,

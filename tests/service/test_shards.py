@@ -61,6 +61,7 @@ def test_a_pool_is_not_open_while_a_shard_is_away(service: MakeService) -> None:
     second.start()
     wait_until(lambda: first.view is not None and second.view is not None, "both have created")
     pool = running.server.plane.pools["default"]
+    wait_until(lambda: pool.links[0].unanswered == 0 < pool.links[1].unanswered, "one has answered")
     first.cut()
     wait_until(lambda: not pool.complete, "the loss is seen")
     second.release_acks()
@@ -136,6 +137,7 @@ def test_what_a_shard_could_not_do_is_not_reported_as_done(service: MakeService)
     with pytest.raises(errors.UnavailableError, match="serve_session failed"):
         WireEngine(running.control())
     shard.fails = set()
+    assert list(running.server.plane.pools["default"].sessions) == [engine.session_id]
 
 
 def test_a_fence_is_tried_until_it_is_up(service: MakeService) -> None:

@@ -12,31 +12,29 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from kvplane.cache.core import Chain
-from kvplane.cache.service import identities
+from kvplane.cache.service import identities, namespaces, opening
+from kvplane.cache.service.bounds import check_limit, check_range
 from kvplane.cache.service.config import CacheConfig
-from kvplane.cache.service.decode import Surroundings, decode_sequence
 from kvplane.cache.service.endings import end_session
+from kvplane.cache.service.lookups import lookup
 from kvplane.cache.service.metrics import Metrics
-from kvplane.cache.service.pools import CallLater, HostedPool, namespace_row
-from kvplane.cache.service.prompts import prompt_sequence
+from kvplane.cache.service.opening import Tenant
+from kvplane.cache.service.pools import CallLater, HostedPool
 from kvplane.cache.service.registrations import Registrations
 from kvplane.cache.service.sessions import EngineSession, Push
 from kvplane.cache.service.shards import Broadcast
 from kvplane.cache.service.steps import apply_step
 from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
-from kvplane.wire import features, limits
+from kvplane.wire import features
 from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
-    LimitExceededError,
     NotFoundError,
     PoolLostError,
     SessionExpiredError,
     StaleEpochError,
     UnavailableError,
 )
-from kvplane.wire.identity import Namespace
-from kvplane.wire.packed import unpack_u32
 
 _log = structlog.get_logger(__name__)
 
@@ -61,7 +59,7 @@ class ControlPlane:
     def new_pool(self, template: registry_pb2.RegisterRequest) -> HostedPool:
         """A pool whose first shard has registered."""
         if template.pool_id not in self.pools:
-            _check_limit("pools", len(self.pools), self.config.max_pools)
+            check_limit("pools", len(self.pools), self.config.max_pools)
         pool = HostedPool(
             template,
             self.config,
@@ -94,42 +92,15 @@ class ControlPlane:
         features.require(request.required_features)
         pool = self._pool(request.pool_id)
         if request.resume_token:
-            session = self._resume(pool, request)
-            return self._opened(pool, session), self._serve(pool, session)
-        core = pool.open_core()
-        if self.draining:
-            raise _draining()
-        identities.require_same("model", pool.template.model, request.model)
-        if request.HasField("layout"):
-            identities.require_same("layout", pool.template.layout, request.layout)
-        identities.check_name(request.engine_name, "engine_name")
-        if request.mode not in (types_pb2.SESSION_MODE_ATTACHED, types_pb2.SESSION_MODE_REMOTE):
-            raise InvalidArgumentError.of("mode", "is neither ATTACHED nor REMOTE")
-        ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else limits.TTL_MS_DEFAULT
-        ranks = request.num_ranks if request.HasField("num_ranks") else 1
-        rows = request.max_sequences if request.HasField("max_sequences") else 1024
-        _check_range("ttl_ms", ttl_ms, limits.TTL_MS_MIN, limits.TTL_MS_MAX)
-        _check_range("num_ranks", ranks, 1, limits.SESSION_RANKS)
-        _check_range("max_sequences", rows, 1, 1 << 20)
-        sessions = sum(len(each.sessions) for each in self.pools.values())
-        _check_limit("sessions", sessions, self.config.max_sessions)
-        namespace = identities.namespace(request.default_namespace, self._salt(tenant_id), "default_namespace")
-        namespace_id = self._register(pool, namespace)
-        session = EngineSession(
-            core=core.open_session(
-                self.clock(), min(rows, self.config.max_sequences), ttl_ms / 1000, secrets.randbits(62) | 1
-            ),
-            pool_id=pool.pool_id,
-            mode=request.mode,
-            num_ranks=ranks,
-            engine_name=request.engine_name,
-            tenant_id=tenant_id,
-            namespace_id=namespace_id,
-        )
-        pool.sessions[session.session_id] = session
-        _log.info("session opened", session=session.session_id, pool=pool.pool_id, engine=request.engine_name)
-        self._put_namespace(pool, namespace_id, tenant_id)
-        return self._opened(pool, session), self._serve(pool, session)
+            session = opening.resume(pool, request.resume_token)
+        else:
+            core = pool.open_core()
+            if self.draining:
+                raise _draining()
+            check_limit("sessions", sum(len(each.sessions) for each in self.pools.values()), self.config.max_sessions)
+            salt = self._salt(tenant_id)
+            session = opening.open_session(pool, core, request, Tenant(tenant_id, salt), self.config)
+        return opening.response(pool, session, self.config), opening.serve(pool, session)
 
     def heartbeat(self, request: cache_pb2.HeartbeatRequest) -> cache_pb2.HeartbeatResponse:
         """Renew a lease."""
@@ -163,37 +134,20 @@ class ControlPlane:
         core = pool.open_core()
         core.renew(session.session_id, self.clock())
         namespace = identities.namespace(request.namespace, self._salt(session.tenant_id), "namespace")
-        namespace_id = self._register(pool, namespace)
+        namespace_id = namespaces.register(core, namespace, self.config.max_namespaces)
         response = cache_pb2.RegisterNamespaceResponse(
             namespace_id=namespace_id + 1,
             root_digest=core.state.namespaces.root(namespace_id),
             version=core.state.namespaces.version(namespace_id),
         )
-        return response, self._put_namespace(pool, namespace_id, session.tenant_id)
+        return response, namespaces.put(pool, namespace_id, session.tenant_id)
 
     def lookup(self, request: cache_pb2.LookupRequest, hashed: Chain | None = None) -> cache_pb2.LookupResponse:
         """How much of a prompt is published. `hashed` is what was hashed of it ahead."""
         pool, session = self.session(request.session_id, request.lease_epoch)
         if request.HasField("pin"):
             raise features.refuse("pin", "pin")
-        core = pool.open_core()
-        prompt = request.prompt
-        tokens = unpack_u32("prompt.tokens", prompt.tokens)
-        _check_limit("prompt_tokens", len(tokens) - 1, self.config.max_prompt_tokens)
-        admit = decode_sequence(prompt_sequence(prompt), "prompt", self._surroundings(pool, session))
-        chain = core.hash_prompt(admit.namespace_id, admit.tokens, dict(admit.extra_keys), hashed)
-        size = pool.template.model.block_tokens
-        cap = len(tokens) - 1
-        if request.HasField("max_hit_tokens"):
-            cap = min(cap, request.max_hit_tokens)
-        chain = chain.cut(cap // size)
-        hit = core.lookup(chain)
-        reason = types_pb2.HIT_REASON_FULL if hit == len(chain) * size else types_pb2.HIT_REASON_NEVER_SEEN
-        if hit < len(chain) * size and core.state.pool.index.was_evicted(chain.digest(hit // size)):
-            reason = types_pb2.HIT_REASON_EVICTED
-        if not len(chain):
-            reason = types_pb2.HIT_REASON_TOO_SHORT
-        return cache_pb2.LookupResponse(hit_tokens=hit, group_hit_tokens=hit.to_bytes(4, "little"), hit_reason=reason)
+        return lookup(pool, session, request, hashed, self.config.max_prompt_tokens)
 
     # Steps
 
@@ -264,7 +218,7 @@ class ControlPlane:
     def list_pools(self, request: cache_pb2.ListPoolsRequest) -> cache_pb2.ListPoolsResponse:
         """A page of pools, by name; the token of a page is the last name of the one before."""
         size = request.page_size or 100
-        _check_range("page_size", size, 1, 1000)
+        check_range("page_size", size, 1, 1000)
         names = sorted(name for name in self.pools if name > request.page_token)
         page = [self.pools[name].describe() for name in names[:size]]
         more = names[size - 1] if len(names) > size else ""
@@ -289,90 +243,12 @@ class ControlPlane:
             raise NotFoundError(f"pool {pool_id[:80]!r} does not exist", reason="POOL_NOT_FOUND")
         return pool
 
-    def _serve(self, pool: HostedPool, session: EngineSession) -> Broadcast:
-        serve = registry_pb2.ServeSession(
-            session=self._served(session), secret_sha256=hashlib.sha256(session.secret).digest()
-        )
-        return Broadcast(pool.links.values(), registry_pb2.ControlResponse(serve_session=serve))
-
-    def _resume(self, pool: HostedPool, request: cache_pb2.OpenSessionRequest) -> EngineSession:
-        for session in pool.sessions.values():
-            live = not session.core.ended and session.core.expires_at > self.clock()
-            if live and hmac.compare_digest(session.resume_token, request.resume_token):
-                assert pool.core is not None
-                pool.core.renew(session.session_id, self.clock())
-                session.lease_epoch += 1
-                if session.close_stream is not None:
-                    session.close_stream(StaleEpochError(f"session {session.session_id} was resumed elsewhere"))
-                    session.push = session.close_stream = None
-                _log.info("session resumed", session=session.session_id, lease_epoch=session.lease_epoch)
-                return session
-        raise SessionExpiredError("the resume token's session is gone")
-
-    def _opened(self, pool: HostedPool, session: EngineSession) -> cache_pb2.OpenSessionResponse:
-        return cache_pb2.OpenSessionResponse(
-            session_id=session.session_id,
-            lease_epoch=session.lease_epoch,
-            stream_epoch=session.stream_epoch,
-            ttl_ms=round(session.core.ttl_seconds * 1000),
-            resume_token=session.resume_token,
-            session_secret=session.secret,
-            pool=pool.describe(),
-            max_sequences=session.core.max_sequences,
-            default_namespace_id=session.namespace_id + 1,
-            last_applied_step=session.core.ledger.newest_step,
-            limits=cache_pb2.Limits(
-                message_bytes=limits.MESSAGE_BYTES,
-                unanswered_steps=limits.UNANSWERED_STEPS,
-                prompt_tokens=self.config.max_prompt_tokens,
-                new_blocks_per_step=limits.NEW_BLOCKS_PER_STEP,
-                step_sequences=limits.STEP_SEQUENCES,
-                sessions=self.config.max_sessions,
-            ),
-            features=sorted(features.BUILT),
-        )
-
-    def _surroundings(self, pool: HostedPool, session: EngineSession) -> Surroundings:
-        return Surroundings(pool.template.model.block_tokens, session.namespace_id)
-
-    def _register(self, pool: HostedPool, namespace: Namespace) -> int:
-        core = pool.open_core()
-        if namespace not in core.state.namespaces:
-            _check_limit("namespaces", len(core.state.namespaces), self.config.max_namespaces)
-        return core.register_namespace(namespace)
-
-    def _put_namespace(self, pool: HostedPool, namespace_id: int, tenant_id: str) -> Broadcast:
-        put = registry_pb2.PutNamespaces(namespaces=[namespace_row(pool.open_core(), namespace_id, tenant_id)])
-        return Broadcast(pool.links.values(), registry_pb2.ControlResponse(put_namespaces=put))
-
-    def _served(self, session: EngineSession) -> registry_pb2.ServedSession:
-        return registry_pb2.ServedSession(
-            session_id=session.session_id,
-            lease_epoch=session.lease_epoch,
-            tenant_id=session.tenant_id,
-            ttl_ms=round(session.core.ttl_seconds * 1000),
-            mode=session.mode,
-            max_sequences=session.core.max_sequences,
-        )
-
     def _salt(self, tenant_id: str) -> bytes:
         """A tenant's salt: derived with the configured secret, never taken from a request. Without a secret there is
         one tenant and nothing to keep apart."""
         if self._tenant_secret is None:
             return b""
         return hmac.digest(self._tenant_secret, b"kvplane tenant salt\0" + tenant_id.encode(), hashlib.sha256)
-
-
-def _check_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidArgumentError.of(field, f"is {value}, must be between {low} and {high}")
-
-
-def _check_limit(name: str, value: int, limit: int) -> None:
-    if value >= limit:
-        raise LimitExceededError(
-            f"the limit of {limit} {name} is reached", metadata={"limit": name, "value": str(limit)}
-        )
 
 
 def _expired(session_id: int) -> SessionExpiredError:

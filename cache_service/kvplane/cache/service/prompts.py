@@ -10,7 +10,7 @@ from kvplane.v1 import step_pb2, types_pb2
 from kvplane.wire.digests import ExtraKey
 from kvplane.wire.errors import KvplaneError
 
-HASH_SLICE_BLOCKS = 512
+HASH_SLICE_BLOCKS = 128
 """Blocks hashed between two chances for other sessions."""
 
 

@@ -50,18 +50,17 @@ async def _answer(context: Context, name: str, call: Callable[[], Answer]) -> An
     return answer
 
 
-async def _settled(context: Context, name: str, broadcast: Broadcast) -> None:
-    """Wait until every shard has acknowledged. What a shard could not do is refused, never reported as done."""
+async def _settled(name: str, broadcast: Broadcast) -> UnavailableError | None:
+    """Wait until every shard has acknowledged. What a shard could not do is an error, never reported as done."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     broadcast.then(lambda _: None if future.done() else future.set_result(None))
     await future
-    if broadcast.failed:
-        reasons = {command.ack.status.message for command in broadcast.commands if command.ack and command.failed}
-        error = UnavailableError(
-            f"{name}: a shard could not do its part: {'; '.join(sorted(reasons))}", retry_after_seconds=RETRY_SECONDS
-        )
-        _log.error("rpc", rpc=name, code=error.code.name, reason=error.message)
-        await _refuse(context, error)
+    if not broadcast.failed:
+        return None
+    reasons = {command.ack.status.message for command in broadcast.commands if command.ack and command.failed}
+    text = f"{name}: a shard could not do its part: {'; '.join(sorted(reasons))}"
+    _log.error("rpc", rpc=name, code="UNAVAILABLE", reason=text)
+    return UnavailableError(text, retry_after_seconds=RETRY_SECONDS)
 
 
 @asynccontextmanager
@@ -151,7 +150,18 @@ class CacheServicer(CacheServiceServicer):
         response, waits = await _answer(
             context, "OpenSession", lambda: self._plane.open_session(request, DEFAULT_TENANT)
         )
-        await _settled(context, "OpenSession", waits)
+        failed: KvplaneError | None = InternalError("OpenSession was cancelled")
+        try:
+            failed = await _settled("OpenSession", waits)
+        finally:
+            if failed is not None:
+                # Nobody learns of this session: it must not wait for its lease to run out.
+                closing = cache_pb2.CloseSessionRequest(
+                    session_id=response.session_id, lease_epoch=response.lease_epoch, drained=True
+                )
+                self._plane.close_session(closing)
+        if failed is not None:
+            await _refuse(context, failed)
         return response
 
     async def Heartbeat(self, request: cache_pb2.HeartbeatRequest, context: Context) -> cache_pb2.HeartbeatResponse:
@@ -169,7 +179,9 @@ class CacheServicer(CacheServiceServicer):
     ) -> cache_pb2.RegisterNamespaceResponse:
         """Name a namespace."""
         response, waits = await _answer(context, "RegisterNamespace", lambda: self._plane.register_namespace(request))
-        await _settled(context, "RegisterNamespace", waits)
+        failed = await _settled("RegisterNamespace", waits)
+        if failed is not None:
+            await _refuse(context, failed)
         return response
 
     async def Lookup(self, request: cache_pb2.LookupRequest, context: Context) -> cache_pb2.LookupResponse:
