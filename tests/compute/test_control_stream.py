@@ -8,12 +8,13 @@ import grpc
 import numpy as np
 import pytest
 
+from compute_attached import attach
 from compute_control import ControlPlane, Shard, block_list
 from compute_engine import read_request, running, settings
 from compute_harness import Setup, step
-from kvplane.v1 import registry_pb2, step_pb2
+from kvplane.v1 import registry_pb2, step_pb2, types_pb2
 from kvplane.wire import directory
-from kvplane.wire.errors import StaleEpochError
+from kvplane.wire.errors import KvplaneError, PoolLostError, StaleEpochError
 from kvplane.wire.packed import unpack_u64
 from kvplane.wire.status import from_status
 
@@ -231,3 +232,34 @@ def test_a_new_epoch_on_surviving_memory(fresh: Setup) -> None:
 
     grant = fresh.control.grant(engine.session, {0: (0, [blocks[0], *fresh.blocks(1)])}, reset)
     step(again, 0, list(range(6)), 4, grant)
+
+
+def test_a_new_pool_takes_the_memory_of_the_old_one(fresh: Setup) -> None:
+    """There is seldom room for both. Nothing of the old content is readable, and its streams are lost."""
+    engine, blocks = fresh.engine(), fresh.blocks(1)
+    step(engine, 0, [1, 2, 3, 4], 0, fresh.control.grant(engine.session, {0: (0, blocks)}))
+    fresh.control.seal(blocks)
+    files = [path for path in fresh.server.state.identity.folder.iterdir() if path.name.startswith("blocks")]
+    inode = files[0].stat().st_ino
+    fresh.control.create_pool(64)
+    assert files[0].stat().st_ino == inode
+    assert not rows_of(fresh)["flags"].any()
+    assert not stamps_of(fresh).any()
+    with pytest.raises(PoolLostError):
+        engine.plan({0: (1, 5)})
+    other = fresh.engine()
+    with pytest.raises(KvplaneError):
+        step(other, 0, [1, 2, 3, 4, 5], 4, fresh.control.grant(other.session, {0: (0, [*blocks, *fresh.blocks(1)])}))
+
+
+def test_attached_processes_keep_the_memory_they_mapped(fresh: Setup) -> None:
+    """A new pool gets memory of its own then, and they are told."""
+    session = fresh.control.open_session(types_pb2.SESSION_MODE_ATTACHED)
+    memory = attach(fresh.address, session.session_id, session.lease_epoch, session.secret)
+    before = memory.blocks(0, types_pb2.TENSOR_ROLE_KEY).clone()
+    fresh.control.create_pool(64)
+    assert memory.receive().pool_released.pool_epoch == 1
+    other = fresh.engine()
+    step(other, 0, [1, 2, 3], 0, fresh.control.grant(other.session, {0: (0, fresh.control.new_blocks([1]))}))
+    assert memory.blocks(0, types_pb2.TENSOR_ROLE_KEY).equal(before)
+    memory.close()

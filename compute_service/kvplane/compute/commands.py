@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvplane.compute import sealing
-from kvplane.compute.pool import Pool, create_pool
+from kvplane.compute.pool import Pool, create_pool, reuse_pool
 from kvplane.compute.state import Holding, ShardState
 from kvplane.v1 import registry_pb2
 from kvplane.wire import tables as directory_tables
@@ -118,7 +118,6 @@ class Commands:
         whole = len(segments) == 1 and (segments[0].segment, segments[0].first_block) == (0, 0)
         if segments and not (whole and segments[0].num_blocks == command.num_blocks):
             raise refuse("several segments", "create_pool.segments")
-        self._release()
         identity = self._state.identity
         spec = DirectorySpec(
             num_blocks=command.num_blocks,
@@ -128,7 +127,14 @@ class Commands:
             boot_id=identity.boot_id,
             incarnation=self._state.incarnation,
         )
-        self._state.holding = Holding.of(create_pool(identity.folder, identity.layout, spec), identity.folder)
+        old = self._state.holding
+        if old is not None and old.pool.num_blocks == command.num_blocks and not old.processes.some():
+            _end_sessions(old)
+            pool = reuse_pool(old.pool, spec)
+        else:
+            self._release()
+            pool = create_pool(identity.folder, identity.layout, spec)
+        self._state.holding = Holding.of(pool, identity.folder)
 
     def _destroy(self, command: registry_pb2.DestroyPool) -> None:
         holding = self._state.holding
@@ -138,9 +144,7 @@ class Commands:
     def _release(self) -> None:
         holding, self._state.holding = self._state.holding, None
         if holding is not None:
-            for session in holding.sessions:
-                session.fenced = True
-                session.plans.clear()
+            _end_sessions(holding)
             holding.pool.release(unlink=True)
 
     def _advance(self, command: registry_pb2.AdvanceEpoch) -> None:
@@ -197,3 +201,10 @@ class Commands:
 
     def _pool_state(self, command: registry_pb2.PoolStateCommand) -> None:
         self._state.pool_state = command.state
+
+
+def _end_sessions(holding: Holding) -> None:
+    """Nothing of a pool's sessions runs on what comes after it."""
+    for session in holding.sessions:
+        session.fenced = True
+        session.plans.clear()

@@ -105,6 +105,18 @@ def create_pool(folder: Path, layout: PoolLayout, spec: DirectorySpec) -> Pool:
     return _pool(layout, blocks, directory, stamps, formatted, stamp_array)
 
 
+def reuse_pool(pool: Pool, spec: DirectorySpec) -> Pool:
+    """A new, empty pool in the memory of an old one of the same size, which nobody else may have mapped: there is
+    seldom room for both. Bytes stay where they are; no row lets anybody read them."""
+    assert spec.num_blocks == pool.num_blocks
+    pool.directory.header["valid"] = 0
+    for piece in (pool.directory_memory, pool.stamps_memory):
+        np.frombuffer(piece.buffer, np.uint8)[:] = 0
+    stamps = wire_stamps.format_stamps(pool.stamps_memory.buffer, spec.num_blocks, spec.pool_epoch)
+    directory = wire_directory.format_directory(pool.directory_memory.buffer, spec)
+    return _pool(pool.layout, pool.blocks_memory, pool.directory_memory, pool.stamps_memory, directory, stamps)
+
+
 def reopen_pool(folder: Path, layout: PoolLayout, boot_id: int) -> Pool | None:
     """Take up what an earlier process left: sealed rows stay, everything else is unsealed and unfilled.
 
