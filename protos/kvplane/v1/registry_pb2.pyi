@@ -791,7 +791,9 @@ class ControlResponse(_message.Message):
     boot_id: _builtins.int
     """Boot the command is for. Another boot refuses it."""
     sequence: _builtins.int
-    """Rises by one with each command to this boot of the shard under this incarnation, over all its streams."""
+    """Rises by one with each command to this boot of the shard, over all its streams. The first one that a shard sees
+    under a new incarnation is where its counting starts.
+    """
     @_builtins.property
     def create_pool(self) -> Global___CreatePool:
         """Create the pool."""
@@ -1317,7 +1319,7 @@ class InventoryRequest(_message.Message):
     boot_id: _builtins.int
     """Boot of the shard."""
     first_block: _builtins.int
-    """First block of the chunk."""
+    """First block of the chunk. A chunk that carries hold maps or tables alone has the number of blocks here, and no rows."""
     rows: _builtins.bytes
     """Directory rows in their memory layout (docs/directory.md), row after row. Empty where `omit_rows` was set."""
     stamps: _builtins.bytes
