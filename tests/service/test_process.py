@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,11 @@ from pydantic import ValidationError
 
 from kvplane.cache.service.config import CONFIG_VARIABLE, CacheConfig, load
 from kvplane.client.control import GrpcCacheControl, connect
-from kvplane.v1 import cache_pb2
+from kvplane.v1 import cache_pb2, step_pb2
 from kvplane.wire import addresses, errors
 from service_rig import RunningService, wait_until
 from tensorless_shard import TensorlessShard
-from wire_engine import A, WireEngine, admit, commit, new_sequence
+from wire_engine import A, B, WireEngine, admit, commit, finish, new_sequence, u32, u64
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -163,7 +164,7 @@ def test_reflection_lists_the_services(service: Callable[..., Any]) -> None:
 def scrape(running: RunningService) -> dict[str, float]:
     """Samples of the Prometheus endpoint, by name with labels."""
     plane = running.server.plane
-    running.on_loop(lambda: plane.metrics.refresh(plane.pools.values()))
+    running.on_loop(lambda: plane.metrics.refresh(plane.pools.values(), plane.clock()))
     with urllib.request.urlopen(f"http://127.0.0.1:{running.server.metrics_port}/metrics", timeout=5) as page:
         lines = [line for line in page.read().decode().splitlines() if line and not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
@@ -191,6 +192,27 @@ def test_metrics_add_up(service: Callable[..., Any]) -> None:
     steps = engine.step_id + other.step_id
     for part in ("decode", "core", "encode"):
         assert samples[f'kvplane_step_seconds_count{{part="{part}"}}'] == steps
+
+
+def test_ages_of_what_waits(service: Callable[..., Any]) -> None:
+    """How long the oldest sequence waits or is stalled, and how long device work keeps references."""
+    running, _ = service(num_blocks=8)
+    engine = WireEngine(running.control())
+    engine.step(admit=admit(new_sequence(A, range(80))))
+    engine.step(admit=admit(new_sequence(B, range(500, 580))))
+    engine.step(extend=step_pb2.Extend(sequence_ids=u64([A]), num_slots=u32([16 * 8])))
+    samples = scrape(running)
+    assert samples['kvplane_sequences{pool="default",state="waiting"}'] == 1
+    assert samples['kvplane_sequences{pool="default",state="stalled"}'] == 1
+    time.sleep(0.3)
+    samples = scrape(running)
+    for what in ("waiting", "stalled"):
+        assert 0.2 < samples[f'kvplane_oldest_seconds{{pool="default",what="{what}"}}'] < 10
+    engine.step(finish=finish(A, B))
+    samples = scrape(running)
+    assert samples['kvplane_sequences{pool="default",state="stalled"}'] == 0
+    for what in ("waiting", "stalled"):
+        assert samples[f'kvplane_oldest_seconds{{pool="default",what="{what}"}}'] == 0
 
 
 def certificates(folder: Path) -> None:

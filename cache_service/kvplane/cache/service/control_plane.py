@@ -81,7 +81,7 @@ class ControlPlane:
                 _log.warning("lease expired", session=session_id, pool=pool.pool_id)
                 end_session(pool, pool.sessions[session_id], _expired(session_id))
         self.registrations.tick(now)
-        self.metrics.refresh(self.pools.values())
+        self.metrics.refresh(self.pools.values(), now)
 
     # Sessions
 

@@ -68,9 +68,9 @@ class Metrics:
         self._preemptions.labels(preemption.reason.name).inc()
         self._preempted_tokens.inc(preemption.tokens_to_recompute)
 
-    def refresh(self, pools: Iterable["HostedPool"]) -> None:
+    def refresh(self, pools: Iterable["HostedPool"], now: float) -> None:
         """Take a snapshot of the pools, on the thread that changes them; scrapes read the last one."""
-        self._pools.refresh(pools)
+        self._pools.refresh(pools, now)
 
 
 class PoolCollector(Collector):
@@ -83,7 +83,7 @@ class PoolCollector(Collector):
         """The last snapshot."""
         yield from self._snapshot
 
-    def refresh(self, pools: Iterable["HostedPool"]) -> None:
+    def refresh(self, pools: Iterable["HostedPool"], now: float) -> None:
         """Make a snapshot: all families, one sample per pool."""
         blocks = GaugeMetricFamily("kvplane_blocks", "Blocks by state", labels=["pool", "state"])
         total = GaugeMetricFamily("kvplane_pool_blocks", "Blocks without the null block", labels=["pool"])
@@ -102,6 +102,11 @@ class PoolCollector(Collector):
         sequences = GaugeMetricFamily("kvplane_sequences", "Sequences by state", labels=["pool", "state"])
         waiting = GaugeMetricFamily(
             "kvplane_oldest_refused_admissions", "Admissions that passed the longest refused sequence", labels=["pool"]
+        )
+        oldest_seconds = GaugeMetricFamily(
+            "kvplane_oldest_seconds",
+            "Age of the oldest waiting or stalled sequence, or deferred reference",
+            labels=["pool", "what"],
         )
         slots = GaugeMetricFamily(
             "kvplane_unused_slots_ratio", "Share of reserved slots without a token", labels=["pool"]
@@ -144,6 +149,10 @@ class PoolCollector(Collector):
             for status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED):
                 count = int(np.count_nonzero(rows.status == status))
                 sequences.add_metric([pool.pool_id, status.name.lower()], count)
+            stalled = sum(len(each.stalled) for each in pool.sessions.values())
+            sequences.add_metric([pool.pool_id, "stalled"], stalled)
+            for what, age in pool.ages.look(core, pool.sessions.values(), now).items():
+                oldest_seconds.add_metric([pool.pool_id, what], age)
             oldest = next(iter(core.state.refused.values()), None)
             passed = core.state.admissions - (oldest.refused_at or 0) if oldest is not None else 0
             waiting.add_metric([pool.pool_id], passed)
@@ -159,6 +168,7 @@ class PoolCollector(Collector):
             lag,
             sequences,
             waiting,
+            oldest_seconds,
             slots,
             sessions,
             shards,

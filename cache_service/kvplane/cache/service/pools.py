@@ -8,6 +8,7 @@ import structlog
 from kvplane.cache.core import CacheCore, CoreConfig
 from kvplane.cache.core.sequences import Status
 from kvplane.cache.service import identities
+from kvplane.cache.service.ages import Ages
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.encode import write_statistics
 from kvplane.cache.service.metrics import Metrics
@@ -62,6 +63,7 @@ class HostedPool:
         self._note_lost = note_lost
         self._creating = False
         self.seals: SealPump | None = None
+        self.ages = Ages()
 
     # Shards and the pool's life
 
@@ -120,6 +122,7 @@ class HostedPool:
         self._note_lost(list(self.sessions))
         self.sessions.clear()
         self.core, self.seals, self._creating = None, None, False
+        self.ages = Ages()
         self.incarnation += 1
         for link in self.links.values():
             link.abandon(reason)

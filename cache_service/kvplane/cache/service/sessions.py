@@ -5,7 +5,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvplane.cache.core import Session
+from kvplane.cache.core import SequenceState, Session, StepResult
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
 from kvplane.wire.errors import InvalidArgumentError, KvplaneError, StaleEpochError
 from kvplane.wire.packed import unpack_u64
@@ -41,6 +41,8 @@ class EngineSession:
     notices: dict[int, cache_pb2.StepResponse] = field(default_factory=dict)
     revocations: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Sequences of each revocation that is not acknowledged."""
+    stalled: dict[int, float] = field(default_factory=dict)
+    """Running sequences that lack slots, and since when."""
     processes: set[tuple[int, int, int]] = field(default_factory=set)
     """Attached processes that live: (shard rank, process id, start ticks)."""
     push: Push | None = None
@@ -89,6 +91,17 @@ class EngineSession:
             for revocation in unpack_u64("step.acknowledged_revocations", step.acknowledged_revocations).tolist():
                 self.revocations.pop(revocation, None)
         self.confirm(step.last_seen_step, step.last_seen_notice)
+
+    def note_stalls(self, result: StepResult, now: float) -> None:
+        """Keep which sequences lack slots: those that got some, or changed their state, do no more."""
+        for tables in result.tables if self.stalled else ():
+            for sequence_id in tables.sequence_ids.tolist():
+                self.stalled.pop(sequence_id, None)
+        for change in result.states:
+            if change.state == SequenceState.STALLED:
+                self.stalled.setdefault(change.sequence_id, now)
+            else:
+                self.stalled.pop(change.sequence_id, None)
 
     def confirm(self, last_seen_step: int, last_seen_notice: int) -> None:
         """Drop what the engine has acted on."""

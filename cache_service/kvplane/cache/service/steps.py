@@ -54,6 +54,8 @@ def apply_step(
         return _rejected(pool, core, session, message, error)
     applied = perf_counter()
     session.note_applied(message)
+    if result.states or session.stalled:
+        session.note_stalls(result, now)
     if result.preemptions:
         _revoke(pool, session, result)
     if seals.idle:
