@@ -4,7 +4,8 @@ Server, shard and client are processes of their own. The client's build and nump
 
 JSON keys: `rtt_over_echo_N` and `p99_over_echo_p99_1024` (round trip of a decode step of N running sequences over an
 echo of the same bytes), `vllm_step_over_rtt_N` (vLLM's schedule + update_from_output over our round trip; left out
-without the peer), `exposed_share`, `exposed_us`, `client_cpu_us` (step t+1 is sent while t computes, N = 256),
+without the peer), `exposed_share`, `exposed_us`, `client_cpu_us` (what a step that is sent while the one before
+computes adds to it, N = 256),
 `seq_steps_per_second` (8 sessions × 64 sequences, per second of CPU of the server's event loop thread),
 `p99_during_long_admission_over_p50` (N = 64 while another session admits 131,072 tokens again and again).
 """
@@ -114,26 +115,28 @@ async def against_echo(cache: str, echo: str, num_sequences: int, rounds: int, s
     return found
 
 
-async def pipelined(cache: str, steps: int, compute_seconds: float = 0.005) -> tuple[list[float], float]:
-    """Microseconds that each step adds to its computation when it is sent while the one before computes, and the
-    client's own CPU time per step."""
+async def pipelined(cache: str, steps: int, compute_seconds: float = 0.005) -> tuple[list[float], list[float], float]:
+    """Milliseconds of a computation with a control step beside it, and of the same computation alone, in turn; and the
+    client's own CPU microseconds per step. Step t is launched; while it computes, step t + 1 is built, sent, answered
+    and parsed."""
     engine = Engine(cache, 256, seed=3)
     await engine.start()
     await settle()
     loop = asyncio.get_running_loop()
-    exposed = []
+    beside, alone, cpu = [], [], 0.0
     await engine.decode()
-    cpu = time.thread_time()
     for _ in range(steps):
-        start = time.perf_counter()
-        # Step t is launched; while it computes, step t + 1 is built, sent, answered and parsed.
+        start, used = time.perf_counter(), time.thread_time()
         computing = loop.run_in_executor(None, _busy_wait, compute_seconds)
         await engine.decode()
         await computing
-        exposed.append(1e6 * (time.perf_counter() - start - compute_seconds))
-    cpu = 1e6 * (time.thread_time() - cpu) / steps
+        beside.append(1e3 * (time.perf_counter() - start))
+        cpu += time.thread_time() - used
+        start = time.perf_counter()
+        await loop.run_in_executor(None, _busy_wait, compute_seconds)
+        alone.append(1e3 * (time.perf_counter() - start))
     await engine.stop()
-    return exposed, cpu
+    return beside, alone, 1e6 * cpu / steps
 
 
 def _busy_wait(seconds: float) -> None:
@@ -210,12 +213,13 @@ async def admit_long(cache: str) -> None:
     """Admit a new prompt of 131,072 tokens, finish it, print a line; until ended."""
     engine = Engine(cache, 0)
     await engine.start()
-    rng = np.random.default_rng(11)
+    # One prompt, made once: another first token makes it another prompt, and drawing 131,072 numbers each time would
+    # measure the client that competes for the same cores.
+    tokens = np.random.default_rng(11).integers(0, 128_000, 131_072, dtype=np.uint32)
     for serial in range(1, 1 << 20):
         sequence_id = serial << 32
-        new = step_pb2.NewSequence(
-            sequence_id=sequence_id, tokens=pack_u32(rng.integers(0, 128_000, 131_072, dtype=np.uint32))
-        )
+        tokens[0] = serial
+        new = step_pb2.NewSequence(sequence_id=sequence_id, tokens=pack_u32(tokens))
         await engine.exchange(step_pb2.Step(admit=step_pb2.Admit(sequences=[new], order=pack_u64([sequence_id]))))
         finish_it = step_pb2.Finish(
             sequence_ids=pack_u64([sequence_id]), reasons=pack_u32([step_pb2.FINISH_REASON_ABORT])
@@ -236,11 +240,11 @@ async def measure(quick: bool, cache: str, echo: str, pid: int) -> dict[str, flo
         result[f"rtt_over_echo_{num_sequences}"] = round(ours / bare, 3)
         if num_sequences == 1024:
             result["p99_over_echo_p99_1024"] = round(p99(found["step"]) / p99(found["echo"]), 3)
-    exposed, cpu = await pipelined(cache, 40 if quick else 400)
-    median = line("exposed beside 5 ms of computing, N = 256", exposed, "us")
+    beside, alone, cpu = await pipelined(cache, 40 if quick else 400)
+    exposed = line("5 ms of computing beside a step, N = 256", beside) - line("the same alone", alone)
     result |= {
-        "exposed_share": round(median / 5000, 4),
-        "exposed_us": round(median, 1),
+        "exposed_share": round(exposed / 5, 4),
+        "exposed_us": round(1e3 * exposed, 1),
         "client_cpu_us": round(cpu, 1),
     }
     result["seq_steps_per_second"] = round(await throughput(cache, pid, 1 if quick else 5))
