@@ -26,7 +26,7 @@ test-slow: dev-with-wheel
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 demo: ## Generate with a real model through both services
-	@$(PYTHON) -c "import sys; sys.exit('make demo: not built yet. It needs the cache service, the compute service and the transformers engine (see CHANGELOG.md for what is built).')"
+	@$(PYTHON) -c "import sys; sys.exit('make demo: not built yet. Both services are there; what is missing is the client SDK and the engine for a real model (see README.md and CHANGELOG.md).')"
 
 lint: dev-with-wheel ## Check style, types, import rules and protos
 	$(BIN)/ruff format --check .
