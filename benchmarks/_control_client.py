@@ -107,20 +107,17 @@ class Engine:
             )
 
     def build(self) -> cache_pb2.StepRequest:
-        """The next decode step of all sequences."""
-        token = np.full(self.num_sequences, 7 + self._step, np.uint32)
+        """The next decode step of all sequences, written in place: nested messages in constructors are copied."""
         committed = self._known
         self._known = self._known + np.uint32(1)
-        return self._request(
-            step_pb2.Step(
-                advance=step_pb2.Advance(
-                    sequence_ids=self._ids.tobytes(),
-                    tokens=token.tobytes(),
-                    num_committed=committed.tobytes(),
-                    num_slots=(self._known + np.uint32(2)).tobytes(),
-                )
-            )
-        )
+        request = cache_pb2.StepRequest()
+        advance = request.step.advance
+        advance.sequence_ids = self._ids.tobytes()
+        advance.tokens = np.full(self.num_sequences, 7 + self._step, np.uint32).tobytes()
+        advance.num_committed = committed.tobytes()
+        advance.num_slots = (self._known + np.uint32(2)).tobytes()
+        self._number(request.step)
+        return request
 
     async def send(self, request: cache_pb2.StepRequest) -> None:
         """Send without waiting for the answer."""
@@ -165,11 +162,14 @@ class Engine:
             await self._channel.close()
 
     def _request(self, step: step_pb2.Step) -> cache_pb2.StepRequest:
+        self._number(step)
+        return cache_pb2.StepRequest(step=step)
+
+    def _number(self, step: step_pb2.Step) -> None:
         self._step += 1
         step.step_id = self._step
         step.last_seen_step = max(0, self._step - 1)
-        step.completed_steps = pack_u64([max(0, self._step - 2)])
-        return cache_pb2.StepRequest(step=step)
+        step.completed_steps = max(0, self._step - 2).to_bytes(8, "little")
 
 
 async def settle() -> None:
