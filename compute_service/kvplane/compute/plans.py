@@ -20,6 +20,9 @@ from kvplane.wire.errors import InvalidArgumentError, NotGrantedError
 from kvplane.wire.features import refuse
 from kvplane.wire.packed import U32Array, U64Array, unpack_u32, unpack_u64
 
+KERNEL_PLANS = 8
+"""Kernel plans that an open plan keeps; clients choose the options they are made for."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -77,8 +80,8 @@ class OpenPlan:
     """Count of changes at which the blocks were last checked, by whether the run wrote and whether it read what it
     appends."""
     prepared: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
-    usual: dict[int, AttentionPlan] = field(default_factory=dict)
-    """Kernel plans under the plan's own options, by query heads."""
+    usual: tuple[int, AttentionPlan] | None = None
+    """Query heads of the newest run under the plan's own options, and its kernel plan."""
 
     def kernel_plan(self, shape: AttentionShape, geometry: KvGeometry, window: int | None) -> AttentionPlan:
         """The kernels' part, made once per shape. Raises `InvalidArgumentError`."""
@@ -99,15 +102,23 @@ class OpenPlan:
                 )
             except KernelError as error:
                 raise InvalidArgumentError.of(error.field, error.description) from error
+            if len(self.prepared) >= KERNEL_PLANS:
+                del self.prepared[next(iter(self.prepared))]
             self.prepared[shape] = found
         return found
 
 
-def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLayout) -> Batch:
-    """The blocks a plan touches. Raises `InvalidArgumentError` for lengths that do not fit, `NotGrantedError` for a
-    sequence without a table or a block that left its window."""
+def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLayout, max_sequences: int) -> Batch:
+    """The blocks a plan touches. Raises `InvalidArgumentError` for lengths that do not fit and for more sequences than
+    the session's `max_sequences` or one named twice, `NotGrantedError` for a sequence without a table or a block that
+    left its window."""
     sequence_ids = unpack_u64("plan.sequence_ids", plan.sequence_ids)
     count = len(sequence_ids)
+    # A few bytes name a whole table: without this a small message costs seconds and gigabytes.
+    if count > max_sequences:
+        raise InvalidArgumentError.of("plan.sequence_ids", f"{count} sequences, the session may have {max_sequences}")
+    if len(np.unique(sequence_ids)) != count:
+        raise InvalidArgumentError.of("plan.sequence_ids", "a sequence is named twice")
     queries = unpack_u32("plan.query_lengths", plan.query_lengths, count).astype(np.int64)
     lengths = unpack_u32("plan.kv_lengths", plan.kv_lengths, count).astype(np.int64)
     if (queries > lengths).any():

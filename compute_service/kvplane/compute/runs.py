@@ -87,7 +87,7 @@ class Runs:
         last_grant = apply_grants(self._state, session, plan.grants)
         run_copies(holding, session)
         layout = holding.pool.layout
-        batch = batch_of(plan, session.tables, layout)
+        batch = batch_of(plan, session.tables, layout, session.max_sequences)
         check_read(holding.occupancy, batch, session.session_id, with_appended=False)
         opened = OpenPlan(batch, plan.options, deadline)
         if stream.usual_heads is not None and batch.num_tokens:
@@ -118,14 +118,15 @@ class Runs:
             raise InvalidArgumentError.of("run.kind", "is not set")
         batch = plan.batch
         tensors = self._placed(stream, run, batch.num_tokens)
-        prepared = plan.usual.get(tensors.num_query_heads)
-        if prepared is None or run.HasField("options"):
+        if plan.usual is not None and plan.usual[0] == tensors.num_query_heads and not run.HasField("options"):
+            prepared = plan.usual[1]
+        else:
             options = run.options if run.HasField("options") else plan.options
             check_options(options, "run.options")
             shape = shape_of(options, tensors.num_query_heads)
             prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
             if not run.HasField("options"):
-                plan.usual[tensors.num_query_heads] = prepared
+                plan.usual = (tensors.num_query_heads, prepared)
         unchanged = self._check_blocks(run, session, holding, plan)
         if tensors.key is not None and tensors.value is not None:
             if not unchanged:
