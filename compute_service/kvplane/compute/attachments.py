@@ -127,7 +127,8 @@ class Attachments:
             if connection.session_id == command.session_id and connection.lease_epoch <= command.lease_epoch:
                 connection.messages.put_nowait(attach_pb2.AttachToProcess(lease_ended=ended))
         for process in self._watched:
-            if command.kill and process.session_id == command.session_id and process.pidfd is not None:
+            covered = process.session_id == command.session_id and process.lease_epoch <= command.lease_epoch
+            if command.kill and covered and process.pidfd is not None:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
 

@@ -34,8 +34,9 @@ REGISTER_SECONDS = 10.0
 if TYPE_CHECKING:
     ControlStream = grpc.aio.StreamStreamCall[registry_pb2.ControlRequest, registry_pb2.ControlResponse]
 
-Followed = Callable[[registry_pb2.ControlResponse, registry_pb2.CommandAck], Awaitable[None]]
-"""Called on the event loop after a command was carried out and before it is acknowledged."""
+Followed = Callable[[registry_pb2.ControlResponse, registry_pb2.CommandAck, bool], Awaitable[None]]
+"""Called on the event loop before a command is acknowledged, with whether it was carried out now: not so when it was
+refused, and when it came again."""
 
 
 class ControlClient:
@@ -142,11 +143,14 @@ class ControlClient:
             if message.WhichOneof("command") == "request_inventory" and message.sequence > self._commands.last_sequence:
                 await self._upload(stub, message.request_inventory, registration_id)
             try:
-                ack = await self._executor.submit(lambda m=message: self._commands.carry_out(m), bounded=False)  # type: ignore[misc]
+                ack, done = await self._executor.submit(
+                    lambda m=message: self._commands.carry_out(m),  # type: ignore[misc]
+                    bounded=False,
+                )
             except SupersededError:
                 await self._supersede(stream, registration_id)
                 raise
-            await self._followed(message, ack)
+            await self._followed(message, ack, done)
             self._send(registry_pb2.ControlRequest(ack=ack))
 
     async def _upload(

@@ -111,9 +111,11 @@ class Sessions:
         index = self._index(session)
         row = self._rows
         row["secret_sha256"][index] = np.void(secret_sha256)
-        row["ttl_ms"][index], row["fenced"][index] = message.ttl_ms, message.fenced
+        # A fence is for good: what it refused may have been given to others. Only a newer lease is served again.
+        fenced = message.fenced or (session.fenced and message.lease_epoch == session.lease_epoch)
+        row["ttl_ms"][index], row["fenced"][index] = message.ttl_ms, fenced
         row["lease_epoch"][index] = message.lease_epoch
-        session.lease_epoch, session.ttl_ms, session.fenced = message.lease_epoch, message.ttl_ms, message.fenced
+        session.lease_epoch, session.ttl_ms, session.fenced = message.lease_epoch, message.ttl_ms, fenced
         session.secret_sha256 = secret_sha256
         return session
 
