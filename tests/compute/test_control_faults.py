@@ -77,13 +77,17 @@ def test_an_upload_that_is_ended_early(faulty: tuple[Faulty, Setup], monkeypatch
     monkeypatch.setattr(inventory, "CHUNK_BLOCKS", 1024)
     chunks = inventory.chunks
 
+    def late(chunk: inventory.Chunk) -> inventory.Chunk:
+        def job() -> registry_pb2.InventoryRequest:
+            # By then the end of the call is known to the event loop.
+            time.sleep(0.2)
+            return chunk()
+
+        return job
+
     def slowly(holding: Holding, request: registry_pb2.RequestInventory) -> Iterator[inventory.Chunk]:
         for index, chunk in enumerate(chunks(holding, request)):
-            if index:
-                # By then the end of the call is known here.
-                yield lambda chunk=chunk: time.sleep(0.2) or chunk()  # type: ignore[misc]
-            else:
-                yield chunk
+            yield late(chunk) if index else chunk
 
     monkeypatch.setattr(inventory, "chunks", slowly)
     before, control.aborting = control.shards[0].registration_id, True

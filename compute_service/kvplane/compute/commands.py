@@ -145,6 +145,7 @@ class Commands:
         holding, self._state.holding = self._state.holding, None
         if holding is not None:
             _end_sessions(holding)
+            holding.processes.release()
             holding.pool.release(unlink=True)
 
     def _advance(self, command: registry_pb2.AdvanceEpoch) -> None:
