@@ -181,7 +181,14 @@ class Commands:
             )
 
     def _serve(self, command: registry_pb2.ServeSession) -> None:
-        self._pool().sessions.serve(command.session, command.secret_sha256)
+        holding = self._pool()
+        before = holding.sessions.get(command.session.session_id)
+        lease_epoch = before.lease_epoch if before is not None else 0
+        session = holding.sessions.serve(command.session, command.secret_sha256)
+        if session.lease_epoch > lease_epoch:
+            # Nobody may run or close them any more.
+            session.end_plans(holding.occupancy)
+            session.plans.clear()
 
     def _fence(self, command: registry_pb2.FenceSession) -> None:
         holding = self._state.holding
@@ -190,8 +197,7 @@ class Commands:
         if holding is None or session is None or session.lease_epoch > command.lease_epoch:
             return
         holding.sessions.fence(session)
-        for plan in session.plans.values():
-            holding.occupancy.unpin(plan.batch.ids)
+        session.end_plans(holding.occupancy)
         session.plans.clear()
         session.tables.clear()
 

@@ -38,6 +38,7 @@ class AttentionShape:
 class Batch:
     """The sequences of a plan and every block that it may touch. Arrays of blocks are parallel."""
 
+    sequence_ids: U64Array
     table: Ids
     """Entries of all sequences up to their lengths, one sequence after the other."""
     table_lengths: npt.NDArray[np.int64]
@@ -75,6 +76,8 @@ class OpenPlan:
     options: compute_pb2.AttentionOptions
     deadline: float | None
     """Seconds of `time.monotonic`."""
+    ended: bool = False
+    """Its blocks are not its own any more: it pins none and runs nothing."""
     written_layers: set[int] = field(default_factory=set)
     checked: dict[tuple[bool, bool], int] = field(default_factory=dict)
     """Count of changes at which the blocks were last checked, by whether the run wrote and whether it read what it
@@ -147,6 +150,7 @@ def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLa
     # Every query token's block is written, or read from the start of what the step appends.
     appended = (first_slot + size > written) & (queries[row] > 0)
     return Batch(
+        sequence_ids=sequence_ids,
         table=ids,
         table_lengths=needed,
         query_lengths=queries,

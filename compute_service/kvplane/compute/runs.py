@@ -16,7 +16,13 @@ from kvplane.compute.sessions import Session
 from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tensors import Result, RunTensors
 from kvplane.v1 import compute_pb2, types_pb2
-from kvplane.wire.errors import DeadlineExceededError, InvalidArgumentError, LimitExceededError, PoolLostError
+from kvplane.wire.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NotGrantedError,
+    PoolLostError,
+)
 
 OPEN_PLANS = 16
 """Plans that a session may have open."""
@@ -109,6 +115,8 @@ class Runs:
         plan = session.plans.get((stream.stream_id, run.plan_id))
         if plan is None:
             raise InvalidArgumentError.of("run.plan_id", f"{run.plan_id} is not open in this stream")
+        if plan.ended:
+            raise NotGrantedError(f"a sequence of plan {run.plan_id} was released or reset")
         if plan.deadline is not None and time.monotonic() > plan.deadline:
             raise DeadlineExceededError("the plan's deadline has passed")
         layer, layout = holding.pool.layers.get(run.layer), holding.pool.layout
@@ -156,7 +164,8 @@ class Runs:
         plan = stream.session.plans.pop((stream.stream_id, plan_id), None)
         if plan is None:
             raise InvalidArgumentError.of("close.plan_id", f"{plan_id} is not open in this stream")
-        stream.holding.occupancy.unpin(plan.batch.ids)
+        if not plan.ended:
+            stream.holding.occupancy.unpin(plan.batch.ids)
 
     def close_stream(self, stream: Stream) -> None:
         """End all plans of a stream."""
@@ -217,7 +226,6 @@ class Runs:
             occupancy.check_writable(
                 batch.written_ids, batch.written_generations, batch.write_starts, session.session_id
             )
-            own = [each.batch.ids for each in session.plans.values()]
-            occupancy.check_unpinned(batch.written_ids, batch.written_generations, own)
+            occupancy.check_unpinned(batch.written_ids, batch.written_generations, session.pinned())
         plan.checked[kind] = occupancy.changes
         return False
