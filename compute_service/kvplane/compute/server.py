@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvplane import kernels
-from kvplane.compute import inventory, memory, sockets
+from kvplane.compute import crc32c, inventory, memory, sockets
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.compute.attachments import Attachments
@@ -82,6 +82,7 @@ class ComputeServer:
             state.holding = Holding.of(pool, state.identity.folder)
             _log.info("memory taken up", pool_epoch=pool.pool_epoch, num_blocks=pool.num_blocks)
         await asyncio.to_thread(warm_up, (layout.dtype,))
+        await asyncio.to_thread(crc32c.warm_up)
         self._executor = Executor(config.queue_capacity)
         self._started.push_async_callback(self._executor.close)
         self._events = Events()
