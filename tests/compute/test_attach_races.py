@@ -14,11 +14,13 @@ import pytest
 import compute_attached
 from compute_attached import Attached
 from compute_control import EngineSession
-from compute_harness import Setup
+from compute_engine import ATTEND, in_arena, inline
+from compute_harness import ORACLE, Setup, step
+from kvplane import kernels
 from kvplane.compute import attach_frames, memory
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.v1 import attach_pb2, compute_pb2, registry_pb2, types_pb2
-from kvplane.wire.errors import KvplaneError, LimitExceededError, PermissionDeniedError
+from kvplane.wire.errors import KvplaneError, LimitExceededError, PermissionDeniedError, StaleGenerationError
 
 
 @pytest.fixture(autouse=True)
@@ -249,3 +251,29 @@ def test_accepting_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         await listening.stop()
 
     asyncio.run(serve())
+
+
+def test_a_new_occupant_while_a_kernel_reads(fresh: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attached process stamps a block and writes it in the middle of a remote run: that one answers nothing."""
+    memory_of = attached(fresh, attached_session(fresh))
+    engine, ((block, generation),) = fresh.engine(), (blocks := fresh.blocks(1))
+    step(engine, 0, [1, 2, 3, 4], 0, fresh.control.grant(engine.session, {0: (0, blocks)}))
+    plan, attend = engine.plan({0: (1, 4)}), kernels.attend
+    arena = arena_of(fresh, engine.session)
+    query = ORACLE.rows([1, 2, 3, 4], 3, 4, 0)[0]
+    out = in_arena("out", query.shape, query.dtype, arena.reply.arena_id, 0)
+    engine.run(plan, 0, ATTEND, inline("query", query), out)
+    before = bytes(arena.mappings[0][: query.nbytes])
+    assert any(before)
+
+    def raced(*given: object, **named: object) -> None:
+        memory_of.stamps[block] = generation + 1000
+        memory_of.blocks(0, types_pb2.TENSOR_ROLE_VALUE)[block] = 777.0
+        attend(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "attend", raced)
+    with pytest.raises(StaleGenerationError):
+        engine.run(plan, 0, ATTEND, inline("query", query), out)
+    assert bytes(arena.mappings[0][: query.nbytes]) == before
+    memory_of.close()
+    arena.close()

@@ -15,6 +15,7 @@ from kvplane.compute.plans import Batch, OpenPlan, batch_of, check_options, chec
 from kvplane.compute.sessions import Session
 from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tensors import Result, RunTensors
+from kvplane.kernels import AttentionPlan, PagedKv
 from kvplane.v1 import compute_pb2, types_pb2
 from kvplane.wire.errors import (
     DeadlineExceededError,
@@ -144,11 +145,29 @@ class Runs:
             if len(plan.written_layers) == len(layout.layers):
                 holding.occupancy.fill(batch.written_ids, batch.write_ends)
         if tensors.query is not None and tensors.out is not None:
-            lse = None if tensors.lse is None else tensors.lse.tensor
-            kernels.attend(prepared, tensors.query, layer, out=tensors.out.tensor, lse=lse)
+            self._attend(prepared, tensors, layer, holding, batch)
             stream.usual_heads = tensors.num_query_heads
         self._count(batch, layout, wrote=tensors.key is not None, attended=tensors.query is not None)
         return tensors.results
+
+    def _attend(
+        self, prepared: AttentionPlan, tensors: _Tensors, layer: PagedKv, holding: Holding, batch: Batch
+    ) -> None:
+        assert tensors.query is not None
+        assert tensors.out is not None
+        out = tensors.out.tensor
+        lse = None if tensors.lse is None else tensors.lse.tensor
+        if not holding.processes.some():
+            kernels.attend(prepared, tensors.query, layer, out=out, lse=lse)
+            return
+        # An attached process may begin a new occupant while the kernel reads. Stamps come before bytes, so looking once
+        # more shows it; until then nobody sees the result.
+        seen, seen_lse = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
+        kernels.attend(prepared, tensors.query, layer, out=seen, lse=seen_lse)
+        holding.occupancy.check_current(batch.ids, batch.generations)
+        out.copy_(seen)
+        if lse is not None and seen_lse is not None:
+            lse.copy_(seen_lse)
 
     def _count(self, batch: Batch, layout: PoolLayout, *, wrote: bool, attended: bool) -> None:
         totals, token_bytes = self._totals, len(ROLES) * layout.role_block_bytes // layout.block_tokens
