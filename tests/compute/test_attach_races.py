@@ -17,10 +17,10 @@ from compute_control import EngineSession
 from compute_engine import ATTEND, in_arena, inline
 from compute_harness import ORACLE, Setup, step
 from kvplane import kernels
-from kvplane.compute import attach_frames, memory
+from kvplane.compute import attach_frames
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.v1 import attach_pb2, compute_pb2, registry_pb2, types_pb2
-from kvplane.wire.errors import KvplaneError, LimitExceededError, PermissionDeniedError, StaleGenerationError
+from kvplane.wire.errors import LimitExceededError, StaleGenerationError
 
 
 @pytest.fixture(autouse=True)
@@ -169,61 +169,6 @@ def test_nothing_is_left_of_a_released_pool(fresh: Setup, how: str) -> None:
     assert found.receive().pool_released.pool_epoch == 2
     assert fresh.server.metrics.registry.get_sample_value("kvplane_compute_attached_processes") == 0
     found.close()
-
-
-def test_arenas_are_few(fresh: Setup) -> None:
-    session = fresh.control.open_session()
-    made = [arena_of(fresh, session) for _ in range(8)]
-    with pytest.raises(LimitExceededError) as refused:
-        arena_of(fresh, session)
-    assert refused.value.metadata["limit"] == "session_arenas"
-    made.pop().close()
-    time.sleep(0.1)
-    made += [arena_of(fresh, session), arena_of(fresh, fresh.control.open_session())]
-    for each in made:
-        each.close()
-
-
-def test_arenas_end_with_the_pool(fresh: Setup) -> None:
-    """Their sessions do."""
-    arena = arena_of(fresh, fresh.control.open_session())
-    fresh.control.create_pool(64)
-    assert fresh.server.metrics.registry.get_sample_value("kvplane_compute_arena_bytes") == 0
-    arena.close()
-
-
-def test_a_session_that_ends_while_its_arena_is_made(fresh: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets none; and everybody else is served meanwhile."""
-    session, making, go, create = (
-        fresh.control.open_session(),
-        threading.Event(),
-        threading.Event(),
-        memory.create_arena,
-    )
-
-    def slowly(name: str, num_bytes: int) -> memory.SharedMemory:
-        making.set()
-        assert go.wait(10)
-        return create(name, num_bytes)
-
-    monkeypatch.setattr(memory, "create_arena", slowly)
-    errors: list[KvplaneError] = []
-
-    def ask() -> None:
-        try:
-            arena_of(fresh, session)
-        except KvplaneError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert making.wait(10)
-    forget = registry_pb2.ForgetSession(session_id=session.session_id, lease_epoch=session.lease_epoch)
-    fresh.control.command(forget_session=forget)
-    go.set()
-    thread.join()
-    assert [type(each) for each in errors] == [PermissionDeniedError]
-    assert fresh.server.metrics.registry.get_sample_value("kvplane_compute_arena_bytes") == 0
 
 
 def test_accepting_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
