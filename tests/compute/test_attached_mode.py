@@ -139,6 +139,19 @@ def test_several_processes_of_one_session(
     assert setup.control.wait_event("process_gone").process_gone.remaining == 0
 
 
+def test_a_process_that_dies_undrained(
+    setup: Setup, start: "Callable[[EngineSession, int], subprocess.Popen[str]]"
+) -> None:
+    """The session is drained when all that are left have said so."""
+    session = attached_session(setup)
+    first, second = start(session, 0), start(session, 1)
+    tell(first, "drain")
+    second.kill()
+    assert setup.control.wait_event("session_drained").session_drained.session_id == session.session_id
+    first.kill()
+    setup.control.wait_event("process_gone")
+
+
 def test_a_fence_tells_the_process(setup: Setup) -> None:
     session = attached_session(setup)
     memory = attach(setup.address, session.session_id, session.lease_epoch, session.secret)

@@ -1,8 +1,6 @@
 """The control stream: commands, acknowledgements, events, and what a shard does while the control plane is away."""
 
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -10,26 +8,13 @@ import pytest
 
 from compute_attached import attach
 from compute_control import ControlPlane, Shard, block_list
-from compute_engine import read_request, running, settings
+from compute_engine import read_request
 from compute_harness import Setup, step
 from kvplane.v1 import registry_pb2, step_pb2, types_pb2
 from kvplane.wire import directory
 from kvplane.wire.errors import KvplaneError, PoolLostError, StaleEpochError
 from kvplane.wire.packed import unpack_u64
 from kvplane.wire.status import from_status
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[Setup]:
-    """A control plane and a shard of this test alone."""
-    control = ControlPlane().start(f"unix:{tmp_path / 'cache.sock'}")
-    with running(settings(tmp_path)) as server:
-        control.wait()
-        control.create_pool(64)
-        setup = Setup(control, server, server.addresses[0], tmp_path)
-        yield setup
-        setup.close_engines()
-    control.stop()
 
 
 def rows_of(setup: Setup) -> directory.Rows:

@@ -6,7 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from compute_engine import running, settings
+from compute_engine import flags, running, settings
+from kvplane.compute.__main__ import main
 from kvplane.v1 import compute_pb2
 from kvplane.v1.compute_pb2_grpc import ComputeServiceStub
 from kvplane.wire.options import channel_options
@@ -53,3 +54,20 @@ def test_both_services_ask_for_certificates(tmp_path: Path) -> None:
             with pytest.raises(grpc.RpcError):
                 stub.GetShard(compute_pb2.GetShardRequest(), timeout=3)
     cache.stop()
+
+
+def test_a_health_check_over_tls(tmp_path: Path) -> None:
+    """The service's own check shows the service's certificate."""
+    certificates(tmp_path)
+    values = settings(tmp_path) | {
+        "listen": ["127.0.0.1:0"],
+        "tls_certificate": tmp_path / "service.pem",
+        "tls_key": tmp_path / "service.key",
+        "tls_client_ca": tmp_path / "ca.pem",
+    }
+    with running(values) as shard:
+        address = shard.addresses[0]
+        assert main(["--check", *flags(values | {"listen": [address]})]) == 0
+        assert main(["--check", *flags(values | {"listen": [address], "advertise": "localhost:1"})]) == 0
+        missing = values | {"listen": [address], "tls_key": tmp_path / "missing"}
+        assert main(["--check", *flags(missing)]) == 1

@@ -8,10 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
-from kvplane.compute import log
+from kvplane.compute import log, sockets
 from kvplane.compute.config import ComputeConfig, load
 from kvplane.wire.errors import KvplaneError
-from kvplane.wire.options import channel_options
 
 CHECK_SECONDS = 2.0
 
@@ -53,10 +52,10 @@ def _no_cuda() -> str:
 
 def _check(config: ComputeConfig) -> int:
     try:
-        with grpc.insecure_channel(config.listen[0], options=channel_options()) as channel:
+        with sockets.own_channel(config) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS)
-    except grpc.RpcError as error:
+    except (grpc.RpcError, OSError) as error:
         print(f"{config.listen[0]}: {error}", file=sys.stderr)
         return 1
     return int(answer.status != health_pb2.HealthCheckResponse.SERVING)

@@ -1,30 +1,38 @@
 """What an attaching process is given: descriptors, and where blocks lie behind them."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvplane.compute.arenas import Arena
 from kvplane.compute.dtypes import wire_dtype
+from kvplane.compute.memory import SharedMemory
 from kvplane.compute.processes import Process
 from kvplane.compute.state import Holding, ShardState
 from kvplane.v1 import attach_pb2, types_pb2
+from kvplane.wire.errors import PoolLostError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """The answer to a hello and the descriptors that go with it."""
+    """The answer to a hello and the descriptors that go with it, which are the reply's own."""
 
     message: attach_pb2.AttachReply
     descriptors: list[int]
-    to_close: list[int]
-    """Those that were opened for this reply alone."""
+
+    def close(self) -> None:
+        """Close the descriptors: they were sent, or will not be."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 def pool_reply(state: ShardState, holding: Holding, process: Process) -> Reply:
-    """The whole pool: blocks and stamps and the process's hold map writable, the directory read-only."""
+    """The whole pool: blocks and stamps and the process's hold map writable, the directory read-only.
+
+    Made on the device thread: what runs there next may release the pool, and its descriptors' numbers are used again
+    then. Raises `PoolLostError` when there are no descriptors to be had.
+    """
     pool = holding.pool
-    assert pool.directory_memory.path is not None
-    read_only = os.open(pool.directory_memory.path, os.O_RDONLY | os.O_CLOEXEC)
     pieces = (pool.blocks_memory, pool.directory_memory, pool.stamps_memory, process.hold_map)
     item, dtype = pool.layout.dtype.itemsize, wire_dtype(pool.layout.dtype)
     message = attach_pb2.AttachReply(
@@ -54,17 +62,11 @@ def pool_reply(state: ShardState, holding: Holding, process: Process) -> Reply:
         incarnation=state.incarnation,
         boot_id=state.identity.boot_id,
     )
-    descriptors = [
-        pool.blocks_memory.descriptor,
-        read_only,
-        pool.stamps_memory.descriptor,
-        process.hold_map.descriptor,
-    ]
-    return Reply(message, descriptors, [read_only])
+    return Reply(message, _opened(pieces, read_only=pool.directory_memory))
 
 
 def arena_reply(state: ShardState, holding: Holding, arena: Arena) -> Reply:
-    """An arena alone."""
+    """An arena alone. Raises `PoolLostError` like `pool_reply`."""
     handle = attach_pb2.MemoryHandle(kind=attach_pb2.MEMORY_KIND_FILE_DESCRIPTOR, num_bytes=arena.shared.num_bytes)
     message = attach_pb2.AttachReply(
         handles=[handle],
@@ -73,4 +75,21 @@ def arena_reply(state: ShardState, holding: Holding, arena: Arena) -> Reply:
         boot_id=state.identity.boot_id,
         arena_id=arena.arena_id,
     )
-    return Reply(message, [arena.shared.descriptor], [])
+    return Reply(message, _opened([arena.shared]))
+
+
+def _opened(pieces: Iterable[SharedMemory], read_only: SharedMemory | None = None) -> list[int]:
+    """Descriptors of their own for pieces of memory. Raises `PoolLostError`, and leaves none open then."""
+    made: list[int] = []
+    try:
+        for piece in pieces:
+            if piece is read_only:
+                assert piece.path is not None
+                made.append(os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC))
+            else:
+                made.append(os.dup(piece.descriptor))
+    except OSError as error:
+        for descriptor in made:
+            os.close(descriptor)
+        raise PoolLostError(f"the memory cannot be handed over: {error.strerror}") from error
+    return made

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from kvplane.compute import attach_frames
-from kvplane.compute.attach_reply import Reply, arena_reply, pool_reply
+from kvplane.compute.attach_reply import Reply
 from kvplane.compute.attachments import Attachments, Connection
 from kvplane.compute.tickets import Ticket
 from kvplane.v1 import attach_pb2, compute_pb2
@@ -22,6 +22,8 @@ _log = structlog.get_logger(__name__)
 HELLO_SECONDS = 10.0
 """Time in which a hello has to come."""
 BACKLOG = 64
+ACCEPT_PAUSE_SECONDS = 0.1
+"""Time between a failed accept and the next."""
 
 
 class AttachSocket:
@@ -63,7 +65,13 @@ class AttachSocket:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # Out of descriptors, most likely: others may give some back.
+                _log.warning("attach socket cannot accept", reason=error.strerror)
+                await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
+                continue
             task = loop.create_task(self._serve(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -74,11 +82,12 @@ class AttachSocket:
         try:
             with peer:
                 reply, connection, arena_id = await self._greet(peer)
+                # Before anything is waited for: a fence that comes now is told, right after the reply.
+                self._attachments.connected(connection)
                 try:
                     await attach_frames.send(peer, attach_pb2.AttachToProcess(reply=reply.message), reply.descriptors)
                 finally:
-                    for descriptor in reply.to_close:
-                        os.close(descriptor)
+                    reply.close()
                 await self._converse(peer, connection)
         except KvplaneError as error:
             _log.info("attach refused", reason=error.reason, message=error.message)
@@ -109,26 +118,24 @@ class AttachSocket:
             raise
 
     async def _admit(self, peer: socket.socket, ticket: Ticket) -> tuple[Reply, Connection, int]:
-        attachments, state = self._attachments, self._attachments.state
+        attachments = self._attachments
         pid, user = attach_frames.peer(peer)
         if user not in (os.getuid(), 0):
             raise PreconditionError(f"user {user} is not the user of this service, {os.getuid()}", reason="OTHER_USER")
         connection = Connection(ticket.session_id, ticket.lease_epoch, asyncio.Queue())
         if ticket.purpose == compute_pb2.ATTACH_PURPOSE_ARENA:
-            holding = state.held()
-            arena = attachments.arenas.create(ticket.session_id, ticket.arena_bytes)
-            return arena_reply(state, holding, arena), connection, arena.arena_id
+            reply, arena_id = await attachments.arena(ticket.session_id, ticket.lease_epoch, ticket.arena_bytes)
+            return reply, connection, arena_id
         if pid == 0:
             raise PreconditionError(
                 "the process is in a PID namespace that is hidden from this service: share it (pid: service:… or host)",
                 reason="PID_NAMESPACE_HIDDEN",
             )
-        holding, process = await attachments.attach(ticket.session_id, ticket.lease_epoch, pid, ticket.rank)
+        reply, process = await attachments.attach(ticket.session_id, ticket.lease_epoch, pid, ticket.rank)
         connection.process = process
-        return pool_reply(state, holding, process), connection, 0
+        return reply, connection, 0
 
     async def _converse(self, peer: socket.socket, connection: Connection) -> None:
-        self._attachments.connected(connection)
         sender = asyncio.create_task(self._send(peer, connection))
         try:
             while (message := await attach_frames.receive(peer)) is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from kvplane.compute.arenas import Arenas
+from kvplane.compute.attach_reply import Reply, arena_reply, pool_reply
 from kvplane.compute.events import Events
 from kvplane.compute.executor import Executor
 from kvplane.compute.processes import Process
@@ -17,7 +18,7 @@ from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tickets import Tickets
 from kvplane.v1 import attach_pb2, compute_pb2, registry_pb2, types_pb2
 from kvplane.wire import features
-from kvplane.wire.errors import InvalidArgumentError, PermissionDeniedError, PreconditionError
+from kvplane.wire.errors import InvalidArgumentError, KvplaneError, PermissionDeniedError, PreconditionError
 from kvplane.wire.limits import SESSION_RANKS
 
 _log = structlog.get_logger(__name__)
@@ -32,7 +33,6 @@ class Connection:
     messages: "asyncio.Queue[attach_pb2.AttachToProcess]"
     process: Process | None = None
     """None: it maps an arena."""
-    drained: bool = False
 
 
 class Attachments:
@@ -46,15 +46,16 @@ class Attachments:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
-        self._watched: dict[Process, Holding] = {}
+        self._watched: set[Process] = set()
+        self._told: dict[int, int] = {}
+        """Newest lease epoch that the control plane was told a session has drained."""
         self._background: set[asyncio.Future[None]] = set()
 
     def resume(self) -> None:
         """Watch the processes of a pool that was taken up again; those that are gone are reported."""
         holding = self.state.holding
         for process in holding.processes.all() if holding is not None else ():
-            assert holding is not None
-            self._watch(process, holding)
+            self._watch(process)
 
     async def request(self, request: compute_pb2.AttachRequest, peer: str) -> bytes:
         """Check an Attach and give a ticket. Raises what refuses it."""
@@ -81,25 +82,47 @@ class Attachments:
                 f"session {session.session_id} is {types_pb2.SessionMode.Name(session.mode)}, it may not map this"
             )
 
-    async def attach(self, session_id: int, lease_epoch: int, pid: int, rank: int) -> tuple[Holding, Process]:
-        """Hold a process and tell the control plane. Raises what `Processes.attach` raises."""
+    def _serving(self, session_id: int, lease_epoch: int) -> Holding:
+        """The pool that a session is served on with this lease. Raises what refuses it."""
+        holding = self.state.held()
+        session = holding.sessions.get(session_id)
+        if session is None:
+            raise PermissionDeniedError(f"session {session_id} is gone")
+        session.check(lease_epoch)
+        return holding
 
-        def job() -> tuple[Holding, Process]:
-            holding = self.state.held()
-            session = holding.sessions.get(session_id)
-            if session is None:
-                raise PermissionDeniedError(f"session {session_id} is gone")
-            session.check(lease_epoch)
-            return holding, holding.processes.attach(session_id, lease_epoch, pid, rank)
+    async def arena(self, session_id: int, lease_epoch: int, num_bytes: int) -> tuple[Reply, int]:
+        """Make an arena; returns its id with the reply. Raises what `Arenas.create` raises."""
+        await self._executor.submit(lambda: self._serving(session_id, lease_epoch))
+        arena = await self.arenas.create(session_id, num_bytes)
+        try:
+            # Reserving the memory took its time: a session that has ended meanwhile has nobody who closes it.
+            holding = await self._executor.submit(lambda: self._serving(session_id, lease_epoch))
+            return arena_reply(self.state, holding, arena), arena.arena_id
+        except BaseException:
+            self.arenas.close(arena.arena_id)
+            raise
 
-        holding, process = await self._executor.submit(job)
-        self._watch(process, holding)
+    async def attach(self, session_id: int, lease_epoch: int, pid: int, rank: int) -> tuple[Reply, Process]:
+        """Hold a process and tell the control plane. Raises what `Processes.attach` and `pool_reply` raise."""
+
+        def job() -> tuple[Reply, Process]:
+            holding = self._serving(session_id, lease_epoch)
+            process = holding.processes.attach(session_id, lease_epoch, pid, rank)
+            try:
+                return pool_reply(self.state, holding, process), process
+            except KvplaneError:
+                holding.processes.remove(process)
+                raise
+
+        reply, process = await self._executor.submit(job)
+        self._watch(process)
         attached = registry_pb2.SessionAttached(
             session_id=session_id, lease_epoch=lease_epoch, process=process.reference
         )
         self._events.add(registry_pb2.ShardEvent(session_attached=attached))
         _log.info("process attached", session=session_id, pid=pid, rank=rank)
-        return holding, process
+        return reply, process
 
     def connected(self, connection: Connection) -> None:
         """A process may be told things from now on."""
@@ -111,13 +134,23 @@ class Attachments:
 
     def drained(self, connection: Connection, lease_epoch: int) -> None:
         """A process launches nothing more. When all of the session's have said so, the control plane is told."""
-        if connection.process is None or lease_epoch < connection.lease_epoch:
+        process = connection.process
+        if process is None or lease_epoch < connection.lease_epoch:
             return
-        connection.drained = True
-        alive = {each for each in self._watched if each.session_id == connection.session_id}
-        done = {each.process for each in self._connections if each.drained}
-        if alive <= done:
-            event = registry_pb2.SessionDrained(session_id=connection.session_id, lease_epoch=lease_epoch)
+        process.drained_epoch = max(process.drained_epoch, lease_epoch)
+        self._tell_drained(process.session_id, lease_epoch)
+
+    def _tell_drained(self, session_id: int, nobody_left: int = 0) -> None:
+        """Say up to which lease all processes that are left have drained, when that is news.
+
+        `nobody_left` is said when there are none; the end of the last one says it all, unless the pool was released.
+        """
+        left = [each.drained_epoch for each in self._watched if each.session_id == session_id]
+        epoch = min(left, default=nobody_left)
+        if epoch > self._told.get(session_id, 0):
+            if left:
+                self._told[session_id] = epoch
+            event = registry_pb2.SessionDrained(session_id=session_id, lease_epoch=epoch)
             self._events.add(registry_pb2.ShardEvent(session_drained=event))
 
     def fenced(self, command: registry_pb2.FenceSession) -> None:
@@ -127,21 +160,27 @@ class Attachments:
             if connection.session_id == command.session_id and connection.lease_epoch <= command.lease_epoch:
                 connection.messages.put_nowait(attach_pb2.AttachToProcess(lease_ended=ended))
         for process in self._watched:
-            if command.kill and process.session_id == command.session_id and process.pidfd is not None:
+            covered = process.session_id == command.session_id and process.lease_epoch <= command.lease_epoch
+            if command.kill and covered and process.pidfd is not None:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
 
     def pool_released(self, old: Holding) -> None:
-        """The pool's memory has no name any more: say so to those who mapped it, and stop watching them."""
+        """The pool's memory has no name any more: say so to those who mapped it, stop watching them, and close the
+        arenas of sessions that went with it."""
         released = attach_pb2.PoolReleased(pool_epoch=old.pool.pool_epoch)
         for connection in self._connections:
             if connection.process is not None:
                 connection.messages.put_nowait(attach_pb2.AttachToProcess(pool_released=released))
-        for process, holding in list(self._watched.items()):
-            if holding is old:
-                self._unwatch(process)
-                if process.pidfd is not None:
-                    os.close(process.pidfd)
+        for process in old.processes.released:
+            self._unwatch(process)
+            if process.pidfd is not None:
+                os.close(process.pidfd)
+        old.processes.released.clear()
+        now = self.state.holding
+        for session in old.sessions:
+            if now is None or now.sessions.get(session.session_id) is None:
+                self.arenas.close_session(session.session_id)
 
     def confirmed(self, event: registry_pb2.ShardEvent) -> None:
         """The control plane knows that a process is gone: its row and hold map are over."""
@@ -171,16 +210,23 @@ class Attachments:
         """Processes that run."""
         return len(self._watched)
 
-    def _watch(self, process: Process, holding: Holding) -> None:
-        self._watched[process] = holding
+    def _watch(self, process: Process) -> None:
+        self._watched.add(process)
+        # It has not drained, so what was said before is over.
+        self._told.pop(process.session_id, None)
         if process.pidfd is None:
             self._gone(process)
         else:
             self._loop.add_reader(process.pidfd, self._gone, process)
 
     def _unwatch(self, process: Process) -> None:
-        if self._watched.pop(process, None) is not None and process.pidfd is not None:
+        if process not in self._watched:
+            return
+        self._watched.remove(process)
+        if process.pidfd is not None:
             self._loop.remove_reader(process.pidfd)
+        if not any(each.session_id == process.session_id for each in self._watched):
+            self._told.pop(process.session_id, None)
 
     def _gone(self, process: Process) -> None:
         self._unwatch(process)
@@ -193,3 +239,4 @@ class Attachments:
             remaining=remaining,
         )
         self._events.add(registry_pb2.ShardEvent(process_gone=gone))
+        self._tell_drained(process.session_id)

@@ -83,8 +83,7 @@ class BlockWrites:
         rows = self._rows(piece, len(ids), layout.role_block_bytes)
         check_granted(caller, ids, generations, exported=False)
         occupancy.check_writable(ids, generations, np.zeros(len(ids), np.int64), session_id)
-        own = [plan.batch.ids for plan in caller.session.plans.values()]
-        occupancy.check_unpinned(ids, generations, own)
+        occupancy.check_unpinned(ids, generations, caller.session.pinned())
         occupancy.occupy(ids, generations, session_id)
         target = block_tensor(holding, piece.layer, piece.role)
         content = torch.from_numpy(rows).view(layout.dtype).view(len(ids), *target.shape[1:])

@@ -45,9 +45,9 @@ class Commands:
         """Newest command carried out under the incarnation that the shard follows."""
         return self._last_sequence if self._under == self._state.incarnation else 0
 
-    def carry_out(self, message: registry_pb2.ControlResponse) -> registry_pb2.CommandAck:
-        """The acknowledgement of a command. Raises `SupersededError` for one of an older control plane, and
-        `PreconditionError` for a gap: the stream has to start anew."""
+    def carry_out(self, message: registry_pb2.ControlResponse) -> tuple[registry_pb2.CommandAck, bool]:
+        """The acknowledgement of a command, and whether it was carried out now. Raises `SupersededError` for one of an
+        older control plane, and `PreconditionError` for a gap: the stream has to start anew."""
         self._state.raise_incarnation(message.incarnation)
         if message.incarnation != self._under:
             self._under, self._last_sequence = message.incarnation, 0
@@ -55,10 +55,10 @@ class Commands:
         sequence = message.sequence
         if message.boot_id != self._state.identity.boot_id:
             error = StaleEpochError("the command is for another start of this shard", metadata={"epoch": "boot_id"})
-            return registry_pb2.CommandAck(sequence=sequence, status=to_status(error))
+            return registry_pb2.CommandAck(sequence=sequence, status=to_status(error)), False
         if sequence <= self._last_sequence:
             stored = self._acks.get(sequence)
-            return stored if stored is not None else registry_pb2.CommandAck(sequence=sequence)
+            return stored if stored is not None else registry_pb2.CommandAck(sequence=sequence), False
         # The first command under an incarnation sets where its numbers begin: streams are in order, and what was not
         # acknowledged comes again first.
         if self._last_sequence and sequence != self._last_sequence + 1:
@@ -74,7 +74,7 @@ class Commands:
         self._acks[sequence] = ack
         if len(self._acks) > STORED_ACKNOWLEDGEMENTS:
             self._acks.popitem(last=False)
-        return ack
+        return ack, not ack.status.code
 
     def _dispatch(self, message: registry_pb2.ControlResponse) -> registry_pb2.CommandAck:
         kind = message.WhichOneof("command")
@@ -145,6 +145,7 @@ class Commands:
         holding, self._state.holding = self._state.holding, None
         if holding is not None:
             _end_sessions(holding)
+            holding.processes.release()
             holding.pool.release(unlink=True)
 
     def _advance(self, command: registry_pb2.AdvanceEpoch) -> None:
@@ -180,7 +181,14 @@ class Commands:
             )
 
     def _serve(self, command: registry_pb2.ServeSession) -> None:
-        self._pool().sessions.serve(command.session, command.secret_sha256)
+        holding = self._pool()
+        before = holding.sessions.get(command.session.session_id)
+        lease_epoch = before.lease_epoch if before is not None else 0
+        session = holding.sessions.serve(command.session, command.secret_sha256)
+        if session.lease_epoch > lease_epoch:
+            # Nobody may run or close them any more.
+            session.end_plans(holding.occupancy)
+            session.plans.clear()
 
     def _fence(self, command: registry_pb2.FenceSession) -> None:
         holding = self._state.holding
@@ -189,8 +197,7 @@ class Commands:
         if holding is None or session is None or session.lease_epoch > command.lease_epoch:
             return
         holding.sessions.fence(session)
-        for plan in session.plans.values():
-            holding.occupancy.unpin(plan.batch.ids)
+        session.end_plans(holding.occupancy)
         session.plans.clear()
         session.tables.clear()
 

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc
@@ -33,8 +34,9 @@ REGISTER_SECONDS = 10.0
 if TYPE_CHECKING:
     ControlStream = grpc.aio.StreamStreamCall[registry_pb2.ControlRequest, registry_pb2.ControlResponse]
 
-Followed = Callable[[registry_pb2.ControlResponse, registry_pb2.CommandAck], Awaitable[None]]
-"""Called on the event loop after a command was carried out and before it is acknowledged."""
+Followed = Callable[[registry_pb2.ControlResponse, registry_pb2.CommandAck, bool], Awaitable[None]]
+"""Called on the event loop before a command is acknowledged, with whether it was carried out now: not so when it was
+refused, and when it came again."""
 
 
 class ControlClient:
@@ -75,6 +77,10 @@ class ControlClient:
                 _log.warning("control plane away", reason=from_rpc_error(error).message)
             except KvplaneError as error:
                 _log.warning("control stream ended", reason=error.reason, message=error.message)
+            except Exception:
+                # Whatever it was (a certificate that is not there yet, a fault of ours): without this task the shard
+                # would never be back.
+                _log.exception("control stream failed")
             finally:
                 self.connected = False
                 self._events.closed()
@@ -137,11 +143,14 @@ class ControlClient:
             if message.WhichOneof("command") == "request_inventory" and message.sequence > self._commands.last_sequence:
                 await self._upload(stub, message.request_inventory, registration_id)
             try:
-                ack = await self._executor.submit(lambda m=message: self._commands.carry_out(m), bounded=False)  # type: ignore[misc]
+                ack, done = await self._executor.submit(
+                    lambda m=message: self._commands.carry_out(m),  # type: ignore[misc]
+                    bounded=False,
+                )
             except SupersededError:
                 await self._supersede(stream, registration_id)
                 raise
-            await self._followed(message, ack)
+            await self._followed(message, ack, done)
             self._send(registry_pb2.ControlRequest(ack=ack))
 
     async def _upload(
@@ -153,12 +162,16 @@ class ControlClient:
         holding = self._state.holding
         call = stub.Inventory()
         jobs = [] if holding is None else inventory.chunks(holding, request)
-        for job in jobs:
-            chunk = await self._executor.submit(job, bounded=False)
-            chunk.inventory_id, chunk.registration_id = request.inventory_id, registration_id
-            chunk.boot_id = self._state.identity.boot_id
-            await call.write(chunk)
-        await call.done_writing()
+        try:
+            for job in jobs:
+                chunk = await self._executor.submit(job, bounded=False)
+                chunk.inventory_id, chunk.registration_id = request.inventory_id, registration_id
+                chunk.boot_id = self._state.identity.boot_id
+                await call.write(chunk)
+            await call.done_writing()
+        except asyncio.InvalidStateError:
+            # The control plane ended the call before it had all; how, the call itself says.
+            _log.info("upload ended early", inventory_id=request.inventory_id)
         await call
 
     async def _supersede(
@@ -169,14 +182,14 @@ class ControlClient:
         """Tell an older control plane that its time is over."""
         superseded = registry_pb2.Superseded(incarnation=self._state.incarnation)
         opening = registry_pb2.ControlOpen(registration_id=registration_id)
-        for message in (
-            registry_pb2.ControlRequest(open=opening),
-            registry_pb2.ControlRequest(event=registry_pb2.ShardEvent(superseded=superseded)),
-        ):
-            if self.connected and message.HasField("open"):
-                continue
-            await stream.write(self._stamped(message))
-        await stream.done_writing()
+        messages = [registry_pb2.ControlRequest(event=registry_pb2.ShardEvent(superseded=superseded))]
+        if not self.connected:
+            messages.insert(0, registry_pb2.ControlRequest(open=opening))
+        # One that has ended the stream has nobody left to tell.
+        with suppress(asyncio.InvalidStateError):
+            for message in messages:
+                await stream.write(self._stamped(message))
+            await stream.done_writing()
 
     async def _write(self, stream: "ControlStream") -> None:
         while True:

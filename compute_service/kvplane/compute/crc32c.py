@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli) of blocks that travel: compiled with the first use."""
+"""CRC-32C (Castagnoli) of blocks that travel: compiled by `warm_up`, or with the first use."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def _tables() -> npt.NDArray[np.uint32]:
 
 @functools.cache
 def _compiled() -> Callable[[Bytes, npt.NDArray[np.uint32], Checksums], None]:
-    from numba import njit
+    # Not at the top: numba takes a second to import, and not everybody needs it.
+    from kvplane.kernels.cpu.jit import jit
 
     def checksum(rows: Any, tables: Any, out: Any) -> None:
         length = rows.shape[1]
@@ -59,8 +60,7 @@ def _compiled() -> Callable[[Bytes, npt.NDArray[np.uint32], Checksums], None]:
                 crc = tables[0, (crc ^ rows[row, at]) & 0xFF] ^ (crc >> np.uint32(8))
             out[row] = crc ^ np.uint32(0xFFFFFFFF)
 
-    compiled: Callable[[Bytes, npt.NDArray[np.uint32], Checksums], None] = njit(nogil=True)(checksum)
-    return compiled
+    return jit(checksum)
 
 
 def crc32c(rows: Bytes) -> Checksums:
@@ -68,3 +68,8 @@ def crc32c(rows: Bytes) -> Checksums:
     out = np.zeros(len(rows), np.uint32)
     _compiled()(np.ascontiguousarray(rows), _tables(), out)
     return out
+
+
+def warm_up() -> None:
+    """Compile now and not on the device thread in the middle of everybody's steps."""
+    crc32c(np.zeros((1, _TABLES), np.uint8))

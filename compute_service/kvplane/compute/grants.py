@@ -98,7 +98,8 @@ def _apply(holding: Holding, session: Session, body: step_pb2.GrantBody) -> None
     shared = unpack_u32("fork_tokens", body.fork_tokens, len(children))
     for child, parent, count in zip(children.tolist(), parents.tolist(), shared.tolist(), strict=True):
         staged.fork(_in_rows(session, child), parent, -(-count // size))
-    for sequence_id in unpack_u64("released_sequence_ids", body.released_sequence_ids).tolist():
+    released = unpack_u64("released_sequence_ids", body.released_sequence_ids).tolist()
+    for sequence_id in released:
         staged.release(sequence_id)
     for delta in body.table_deltas:
         _put(staged, session, delta, holding.pool.num_blocks)
@@ -107,6 +108,9 @@ def _apply(holding: Holding, session: Session, body: step_pb2.GrantBody) -> None
     staged.commit()
     if body.reset:
         session.copies.clear()
+    if body.reset or released:
+        # Their blocks go to others; a plan that is left open must not keep those waiting.
+        session.end_plans(holding.occupancy, None if body.reset else set(released))
     session.copies.extend(copies)
     for table, count in cuts:
         first = count // size

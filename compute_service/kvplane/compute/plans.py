@@ -20,6 +20,9 @@ from kvplane.wire.errors import InvalidArgumentError, NotGrantedError
 from kvplane.wire.features import refuse
 from kvplane.wire.packed import U32Array, U64Array, unpack_u32, unpack_u64
 
+KERNEL_PLANS = 8
+"""Kernel plans that an open plan keeps; clients choose the options they are made for."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -35,6 +38,7 @@ class AttentionShape:
 class Batch:
     """The sequences of a plan and every block that it may touch. Arrays of blocks are parallel."""
 
+    sequence_ids: U64Array
     table: Ids
     """Entries of all sequences up to their lengths, one sequence after the other."""
     table_lengths: npt.NDArray[np.int64]
@@ -72,13 +76,15 @@ class OpenPlan:
     options: compute_pb2.AttentionOptions
     deadline: float | None
     """Seconds of `time.monotonic`."""
+    ended: bool = False
+    """Its blocks are not its own any more: it pins none and runs nothing."""
     written_layers: set[int] = field(default_factory=set)
     checked: dict[tuple[bool, bool], int] = field(default_factory=dict)
     """Count of changes at which the blocks were last checked, by whether the run wrote and whether it read what it
     appends."""
     prepared: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
-    usual: dict[int, AttentionPlan] = field(default_factory=dict)
-    """Kernel plans under the plan's own options, by query heads."""
+    usual: tuple[int, AttentionPlan] | None = None
+    """Query heads of the newest run under the plan's own options, and its kernel plan."""
 
     def kernel_plan(self, shape: AttentionShape, geometry: KvGeometry, window: int | None) -> AttentionPlan:
         """The kernels' part, made once per shape. Raises `InvalidArgumentError`."""
@@ -99,15 +105,23 @@ class OpenPlan:
                 )
             except KernelError as error:
                 raise InvalidArgumentError.of(error.field, error.description) from error
+            if len(self.prepared) >= KERNEL_PLANS:
+                del self.prepared[next(iter(self.prepared))]
             self.prepared[shape] = found
         return found
 
 
-def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLayout) -> Batch:
-    """The blocks a plan touches. Raises `InvalidArgumentError` for lengths that do not fit, `NotGrantedError` for a
-    sequence without a table or a block that left its window."""
+def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLayout, max_sequences: int) -> Batch:
+    """The blocks a plan touches. Raises `InvalidArgumentError` for lengths that do not fit and for more sequences than
+    the session's `max_sequences` or one named twice, `NotGrantedError` for a sequence without a table or a block that
+    left its window."""
     sequence_ids = unpack_u64("plan.sequence_ids", plan.sequence_ids)
     count = len(sequence_ids)
+    # A few bytes name a whole table: without this a small message costs seconds and gigabytes.
+    if count > max_sequences:
+        raise InvalidArgumentError.of("plan.sequence_ids", f"{count} sequences, the session may have {max_sequences}")
+    if len(np.unique(sequence_ids)) != count:
+        raise InvalidArgumentError.of("plan.sequence_ids", "a sequence is named twice")
     queries = unpack_u32("plan.query_lengths", plan.query_lengths, count).astype(np.int64)
     lengths = unpack_u32("plan.kv_lengths", plan.kv_lengths, count).astype(np.int64)
     if (queries > lengths).any():
@@ -136,6 +150,7 @@ def batch_of(plan: compute_pb2.Plan, tables: Mapping[int, Table], layout: PoolLa
     # Every query token's block is written, or read from the start of what the step appends.
     appended = (first_slot + size > written) & (queries[row] > 0)
     return Batch(
+        sequence_ids=sequence_ids,
         table=ids,
         table_lengths=needed,
         query_lengths=queries,

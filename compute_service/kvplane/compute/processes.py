@@ -43,6 +43,8 @@ class Process:
     hold_map: SharedMemory
     number: int
     """Names its hold map."""
+    drained_epoch: int = 0
+    """Newest lease that it has said to launch nothing more under; used on the event loop."""
 
     @property
     def reference(self) -> registry_pb2.ProcessRef:
@@ -78,6 +80,8 @@ class Processes:
         self._folder = folder
         self._rows = pool.directory.processes
         self._processes: dict[int, Process] = {}
+        self.released: list[Process] = []
+        """Those of a pool that was given up; their pidfds are open."""
         for index in directory_tables.used(self._rows):
             self._reopen(index)
 
@@ -104,19 +108,27 @@ class Processes:
         if pidfd is None:
             raise PreconditionError(f"process {pid} is gone", reason="PROCESS_GONE")
         number = max(self._processes, default=0) + 1
-        hold_map = memory.create(self._path(number), stamps.hold_map_bytes(self._pool.num_blocks))
-        owner = stamps.HoldMapOwner(session_id, lease_epoch, pid, ticks, rank)
-        stamps.format_hold_map(hold_map.buffer, self._pool.num_blocks, owner)
-        directory_tables.add(
-            self._rows,
-            "processes",
-            rank=rank,
-            session_id=session_id,
-            lease_epoch=lease_epoch,
-            start_ticks=ticks,
-            pid=pid,
-            hold_map=number,
-        )
+        hold_map: SharedMemory | None = None
+        try:
+            hold_map = memory.create(self._path(number), stamps.hold_map_bytes(self._pool.num_blocks))
+            owner = stamps.HoldMapOwner(session_id, lease_epoch, pid, ticks, rank)
+            stamps.format_hold_map(hold_map.buffer, self._pool.num_blocks, owner)
+            directory_tables.add(
+                self._rows,
+                "processes",
+                rank=rank,
+                session_id=session_id,
+                lease_epoch=lease_epoch,
+                start_ticks=ticks,
+                pid=pid,
+                hold_map=number,
+            )
+        except Exception:
+            os.close(pidfd)
+            if hold_map is not None:
+                hold_map.unlink()
+                hold_map.close()
+            raise
         process = Process(session_id, lease_epoch, pid, ticks, rank, pidfd, hold_map, number)
         self._processes[number] = process
         return process
@@ -133,6 +145,15 @@ class Processes:
         if process.pidfd is not None:
             os.close(process.pidfd)
 
+    def release(self) -> None:
+        """Give all hold maps up, with the pool. Those who have mapped theirs keep it."""
+        for process in self._processes.values():
+            process.hold_map.unlink()
+            process.hold_map.close()
+        # Their ends may still be watched on the event loop, which closes the descriptors of that.
+        self.released.extend(self._processes.values())
+        self._processes.clear()
+
     def find(self, reference: registry_pb2.ProcessRef, session_id: int) -> Process | None:
         """The process that the wire names."""
         for each in self._processes.values():
@@ -143,12 +164,15 @@ class Processes:
     def _reopen(self, index: int) -> None:
         row = self._rows[index]
         number = int(row["hold_map"])
+        hold_map: SharedMemory | None = None
         try:
             hold_map = memory.reopen(self._path(number))
             stamps.open_hold_map(hold_map.buffer)
         except (OSError, ValueError):
             # Without its map nobody could say what it touches; the row was being taken out when its writer died.
             directory_tables.remove(self._rows, index)
+            if hold_map is not None:
+                hold_map.close()
             return
         pid, ticks = int(row["pid"]), int(row["start_ticks"])
         self._processes[number] = Process(

@@ -15,8 +15,15 @@ from kvplane.compute.plans import Batch, OpenPlan, batch_of, check_options, chec
 from kvplane.compute.sessions import Session
 from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tensors import Result, RunTensors
+from kvplane.kernels import AttentionPlan, PagedKv
 from kvplane.v1 import compute_pb2, types_pb2
-from kvplane.wire.errors import DeadlineExceededError, InvalidArgumentError, LimitExceededError, PoolLostError
+from kvplane.wire.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NotGrantedError,
+    PoolLostError,
+)
 
 OPEN_PLANS = 16
 """Plans that a session may have open."""
@@ -87,7 +94,7 @@ class Runs:
         last_grant = apply_grants(self._state, session, plan.grants)
         run_copies(holding, session)
         layout = holding.pool.layout
-        batch = batch_of(plan, session.tables, layout)
+        batch = batch_of(plan, session.tables, layout, session.max_sequences)
         check_read(holding.occupancy, batch, session.session_id, with_appended=False)
         opened = OpenPlan(batch, plan.options, deadline)
         if stream.usual_heads is not None and batch.num_tokens:
@@ -109,6 +116,8 @@ class Runs:
         plan = session.plans.get((stream.stream_id, run.plan_id))
         if plan is None:
             raise InvalidArgumentError.of("run.plan_id", f"{run.plan_id} is not open in this stream")
+        if plan.ended:
+            raise NotGrantedError(f"a sequence of plan {run.plan_id} was released or reset")
         if plan.deadline is not None and time.monotonic() > plan.deadline:
             raise DeadlineExceededError("the plan's deadline has passed")
         layer, layout = holding.pool.layers.get(run.layer), holding.pool.layout
@@ -118,14 +127,15 @@ class Runs:
             raise InvalidArgumentError.of("run.kind", "is not set")
         batch = plan.batch
         tensors = self._placed(stream, run, batch.num_tokens)
-        prepared = plan.usual.get(tensors.num_query_heads)
-        if prepared is None or run.HasField("options"):
+        if plan.usual is not None and plan.usual[0] == tensors.num_query_heads and not run.HasField("options"):
+            prepared = plan.usual[1]
+        else:
             options = run.options if run.HasField("options") else plan.options
             check_options(options, "run.options")
             shape = shape_of(options, tensors.num_query_heads)
             prepared = plan.kernel_plan(shape, layer.geometry, layout.window_tokens)
             if not run.HasField("options"):
-                plan.usual[tensors.num_query_heads] = prepared
+                plan.usual = (tensors.num_query_heads, prepared)
         unchanged = self._check_blocks(run, session, holding, plan)
         if tensors.key is not None and tensors.value is not None:
             if not unchanged:
@@ -135,11 +145,29 @@ class Runs:
             if len(plan.written_layers) == len(layout.layers):
                 holding.occupancy.fill(batch.written_ids, batch.write_ends)
         if tensors.query is not None and tensors.out is not None:
-            lse = None if tensors.lse is None else tensors.lse.tensor
-            kernels.attend(prepared, tensors.query, layer, out=tensors.out.tensor, lse=lse)
+            self._attend(prepared, tensors, layer, holding, batch)
             stream.usual_heads = tensors.num_query_heads
         self._count(batch, layout, wrote=tensors.key is not None, attended=tensors.query is not None)
         return tensors.results
+
+    def _attend(
+        self, prepared: AttentionPlan, tensors: _Tensors, layer: PagedKv, holding: Holding, batch: Batch
+    ) -> None:
+        assert tensors.query is not None
+        assert tensors.out is not None
+        out = tensors.out.tensor
+        lse = None if tensors.lse is None else tensors.lse.tensor
+        if not holding.processes.some():
+            kernels.attend(prepared, tensors.query, layer, out=out, lse=lse)
+            return
+        # An attached process may begin a new occupant while the kernel reads. Stamps come before bytes, so looking once
+        # more shows it; until then nobody sees the result.
+        seen, seen_lse = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
+        kernels.attend(prepared, tensors.query, layer, out=seen, lse=seen_lse)
+        holding.occupancy.check_current(batch.ids, batch.generations)
+        out.copy_(seen)
+        if lse is not None and seen_lse is not None:
+            lse.copy_(seen_lse)
 
     def _count(self, batch: Batch, layout: PoolLayout, *, wrote: bool, attended: bool) -> None:
         totals, token_bytes = self._totals, len(ROLES) * layout.role_block_bytes // layout.block_tokens
@@ -155,7 +183,8 @@ class Runs:
         plan = stream.session.plans.pop((stream.stream_id, plan_id), None)
         if plan is None:
             raise InvalidArgumentError.of("close.plan_id", f"{plan_id} is not open in this stream")
-        stream.holding.occupancy.unpin(plan.batch.ids)
+        if not plan.ended:
+            stream.holding.occupancy.unpin(plan.batch.ids)
 
     def close_stream(self, stream: Stream) -> None:
         """End all plans of a stream."""
@@ -216,7 +245,6 @@ class Runs:
             occupancy.check_writable(
                 batch.written_ids, batch.written_generations, batch.write_starts, session.session_id
             )
-            own = [each.batch.ids for each in session.plans.values()]
-            occupancy.check_unpinned(batch.written_ids, batch.written_generations, own)
+            occupancy.check_unpinned(batch.written_ids, batch.written_generations, session.pinned())
         plan.checked[kind] = occupancy.changes
         return False

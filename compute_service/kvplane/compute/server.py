@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvplane import kernels
-from kvplane.compute import inventory, memory, sockets
+from kvplane.compute import crc32c, inventory, memory, sockets
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.attach_socket import AttachSocket
 from kvplane.compute.attachments import Attachments
@@ -82,6 +82,7 @@ class ComputeServer:
             state.holding = Holding.of(pool, state.identity.folder)
             _log.info("memory taken up", pool_epoch=pool.pool_epoch, num_blocks=pool.num_blocks)
         await asyncio.to_thread(warm_up, (layout.dtype,))
+        await asyncio.to_thread(crc32c.warm_up)
         self._executor = Executor(config.queue_capacity)
         self._started.push_async_callback(self._executor.close)
         self._events = Events()
@@ -187,16 +188,20 @@ class ComputeServer:
     def _held(self) -> registry_pb2.HeldPool | None:
         return None if self.state.holding is None else inventory.held_pool(self.state.holding)
 
-    async def _followed(self, command: registry_pb2.ControlResponse, ack: registry_pb2.CommandAck) -> None:
+    async def _followed(self, command: registry_pb2.ControlResponse, ack: registry_pb2.CommandAck, done: bool) -> None:
         kind = command.WhichOneof("command") or "unknown"
         self.metrics.commands.labels(kind).inc()
         if ack.status.code:
             _log.warning("command failed", command=kind, sequence=command.sequence, message=ack.status.message)
-        if kind == "fence_session":
+        if kind == "fence_session" and done:
             self._attachments.fenced(command.fence_session)
-        elif kind == "forget_session":
-            self._arenas.close_session(command.forget_session.session_id)
+        elif kind == "forget_session" and done:
+            holding, session_id = self.state.holding, command.forget_session.session_id
+            # A session with a newer lease was not forgotten.
+            if holding is None or holding.sessions.get(session_id) is None:
+                self._arenas.close_session(session_id)
         elif kind in ("create_pool", "destroy_pool", "advance_epoch", "pool_state"):
+            # Refused or not: a pool that could not be created has cost the old one as well.
             old, self._followed_holding = self._followed_holding, self.state.holding
             if old is not None and (self.state.holding is None or self.state.holding.pool is not old.pool):
                 self._attachments.pool_released(old)

@@ -2,12 +2,14 @@
 
 import hmac
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from hashlib import sha256
 
 import numpy as np
 
 from kvplane.compute.block_copies import BlockCopy
+from kvplane.compute.occupancy import Ids, Occupancy
 from kvplane.compute.plans import OpenPlan
 from kvplane.compute.tables import Table
 from kvplane.v1 import registry_pb2, types_pb2
@@ -55,6 +57,18 @@ class Session:
                 f"lease epoch {lease_epoch} of session {self.session_id} is not {self.lease_epoch}",
                 metadata={"lease_epoch": str(self.lease_epoch)},
             )
+
+    def pinned(self) -> list[Ids]:
+        """Blocks of its open plans, which those pin."""
+        return [plan.batch.ids for plan in self.plans.values() if not plan.ended]
+
+    def end_plans(self, occupancy: Occupancy, sequence_ids: AbstractSet[int] | None = None) -> None:
+        """End the open plans that name one of these sequences, or all: what they pin has become others' to write."""
+        for plan in self.plans.values():
+            named = sequence_ids is None or any(each in sequence_ids for each in plan.batch.sequence_ids.tolist())
+            if named and not plan.ended:
+                plan.ended = True
+                occupancy.unpin(plan.batch.ids)
 
 
 class Sessions:
@@ -111,9 +125,11 @@ class Sessions:
         index = self._index(session)
         row = self._rows
         row["secret_sha256"][index] = np.void(secret_sha256)
-        row["ttl_ms"][index], row["fenced"][index] = message.ttl_ms, message.fenced
+        # A fence is for good: what it refused may have been given to others. Only a newer lease is served again.
+        fenced = message.fenced or (session.fenced and message.lease_epoch == session.lease_epoch)
+        row["ttl_ms"][index], row["fenced"][index] = message.ttl_ms, fenced
         row["lease_epoch"][index] = message.lease_epoch
-        session.lease_epoch, session.ttl_ms, session.fenced = message.lease_epoch, message.ttl_ms, message.fenced
+        session.lease_epoch, session.ttl_ms, session.fenced = message.lease_epoch, message.ttl_ms, fenced
         session.secret_sha256 = secret_sha256
         return session
 

@@ -43,6 +43,24 @@ def cache_channel(config: ComputeConfig) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(config.cache, credentials, options=channel_options())
 
 
+def own_channel(config: ComputeConfig) -> grpc.Channel:
+    """A channel to the first address that a service with this configuration listens on. With TLS it shows the service's
+    own certificate and trusts that and the clients' authorities. Raises `OSError` when a PEM file cannot be read."""
+    address = config.listen[0]
+    if socket_path(address) is not None or config.tls_certificate is None or config.tls_key is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    certificate = config.tls_certificate.read_bytes()
+    authorities = config.tls_client_ca.read_bytes() if config.tls_client_ca else b""
+    credentials = grpc.ssl_channel_credentials(
+        certificate + b"\n" + authorities, config.tls_key.read_bytes(), certificate
+    )
+    options = list(channel_options())
+    if config.advertise and socket_path(config.advertise) is None:
+        # The certificate is for the name that engines are told, which an address to bind need not be.
+        options.append(("grpc.ssl_target_name_override", config.advertise.rpartition(":")[0]))
+    return grpc.secure_channel(address, credentials, options=options)
+
+
 def make_private(address: str) -> None:
     """A Unix socket is for its user alone."""
     path = socket_path(address)
