@@ -78,8 +78,9 @@ def send(connection: socket.socket, message: attach_pb2.AttachToService) -> None
 def receive(connection: socket.socket) -> tuple[attach_pb2.AttachToProcess, list[int]]:
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 16)
     body = b""
-    while len(body) < _LENGTH.unpack(head)[0]:
-        body += connection.recv(1 << 16)
+    (length,) = _LENGTH.unpack(head)
+    while len(body) < length:
+        body += connection.recv(length - len(body))
     return attach_pb2.AttachToProcess.FromString(body), descriptors
 
 

@@ -178,6 +178,10 @@ class TensorlessShard:
         process = registry_pb2.ProcessRef(pid=pid, start_ticks=1)
         self._event(process_gone=registry_pb2.ProcessGone(session_id=session_id, process=process))
 
+    def drained(self, session_id: int, lease_epoch: int) -> None:
+        """Report that nothing of a session runs any more."""
+        self._event(session_drained=registry_pb2.SessionDrained(session_id=session_id, lease_epoch=lease_epoch))
+
     def damaged(self, block_ids: list[int]) -> None:
         """Report that blocks failed their checksum."""
         blocks = types_pb2.BlockList(block_ids=np.array(block_ids, "<u4").tobytes())

@@ -186,3 +186,20 @@ def test_an_expired_engine_can_still_say_that_it_is_done(service: MakeService) -
     shard.restart()
     running.wait_ready()
     control.close_session(cache_pb2.CloseSessionRequest(session_id=other.session_id, lease_epoch=1))
+
+
+def test_a_drained_session_is_over_when_every_shard_says_so(service: MakeService) -> None:
+    """I9: gone = every shard; and a drain under an older lease acknowledges nothing."""
+    running, shards = service(num_shards=2)
+    engine = WireEngine(running.control(), ttl_ms=2000)
+    for shard in shards:
+        shard.attached(engine.session_id, pid=9)
+    engine.step(admit=admit(new_sequence(A, range(40))))
+    for shard in shards:
+        wait_until(lambda shard=shard: engine.session_id in shard.fenced, "the lease is over", 5)  # type: ignore[misc]
+    pool = running.server.plane.pools["default"]
+    shards[0].drained(engine.session_id, lease_epoch=1)
+    shards[1].drained(engine.session_id, lease_epoch=0)
+    wait_until(lambda: pool.sessions[engine.session_id].drained_ranks == {0}, "one counts")
+    shards[1].drained(engine.session_id, lease_epoch=1)
+    wait_until(lambda: not pool.sessions, "it is over")

@@ -40,10 +40,14 @@ def process_gone(pool: HostedPool, session_id: int, process: tuple[int, int, int
         end_session(pool, session, SessionExpiredError("the engine's processes are gone"), drained=True)
 
 
-def session_drained(pool: HostedPool, session_id: int) -> None:
-    """A shard says that nothing of a session runs or will run: what attached processes were waited for."""
+def session_drained(pool: HostedPool, rank: int, session_id: int, lease_epoch: int) -> None:
+    """A shard says that nothing of a session runs or will run under its newest lease: what attached processes were
+    waited for. It counts when every shard has said so; a word about an older lease counts for nothing."""
     session = pool.sessions.get(session_id)
-    if session is not None and session.core.ended and pool.world_size == 1:
+    if session is None or not session.core.ended or lease_epoch < session.lease_epoch:
+        return
+    session.drained_ranks.add(rank)
+    if len(session.drained_ranks) == pool.world_size:
         _drained(pool, session)
 
 

@@ -157,7 +157,8 @@ class Registrations:
             process = event.process_gone.process
             process_gone(pool, event.process_gone.session_id, (link.rank, process.pid, process.start_ticks))
         elif kind == "session_drained":
-            session_drained(pool, event.session_drained.session_id)
+            drained = event.session_drained
+            session_drained(pool, link.rank, drained.session_id, drained.lease_epoch)
         elif kind == "blocks_damaged":
             pool.distrust(f"shard {link.rank} has damaged blocks")
         elif kind == "superseded":

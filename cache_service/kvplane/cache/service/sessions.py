@@ -45,6 +45,8 @@ class EngineSession:
     """Running sequences that lack slots, and since when."""
     processes: set[tuple[int, int, int]] = field(default_factory=set)
     """Attached processes that live: (shard rank, process id, start ticks)."""
+    drained_ranks: set[int] = field(default_factory=set)
+    """Shards that have said, after the end of the lease, that nothing of the session runs any more."""
     push: Push | None = None
     close_stream: Callable[[KvplaneError], None] | None = None
     _completed: list[int] = field(init=False)
