@@ -19,20 +19,8 @@ from compute_harness import ORACLE, Setup, step
 from kvplane import kernels
 from kvplane.compute import attach_frames
 from kvplane.compute.attach_socket import AttachSocket
-from kvplane.v1 import attach_pb2, compute_pb2, registry_pb2, types_pb2
+from kvplane.v1 import compute_pb2, registry_pb2, types_pb2
 from kvplane.wire.errors import LimitExceededError, StaleGenerationError
-
-
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read one message and not what follows it: here a second one is often there already."""
-
-    def receive(connection: socket.socket) -> tuple[attach_pb2.AttachToProcess, list[int]]:
-        head, descriptors, _, _ = socket.recv_fds(connection, 4, 16)
-        body = connection.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
-        return attach_pb2.AttachToProcess.FromString(body), descriptors
-
-    monkeypatch.setattr(compute_attached, "receive", receive)
 
 
 def attached(setup: Setup, session: EngineSession, rank: int = 0) -> Attached:
