@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from kvplane.cache.service.config import CONFIG_VARIABLE, CacheConfig, load
 from kvplane.client.control import GrpcCacheControl, connect
+from kvplane.compute.config import load as load_compute
 from kvplane.v1 import cache_pb2, step_pb2
 from kvplane.wire import addresses, errors
 from service_rig import RunningService, wait_until
@@ -135,6 +136,9 @@ def test_a_list_in_the_environment_needs_no_json(monkeypatch: pytest.MonkeyPatch
     """KVPLANE_CACHE_LISTEN is an address, or several with commas."""
     monkeypatch.setenv("KVPLANE_CACHE_LISTEN", "unix:/a,unix:/b")
     assert load([]).listen == ["unix:/a", "unix:/b"]
+    monkeypatch.setenv("KVPLANE_COMPUTE_LISTEN", "unix:/c, unix:/d")
+    shape = ["--weights-revision", "1", "--tokenizer-revision", "1", "--num-layers", "1", "--num-kv-heads", "1"]
+    assert load_compute([*shape, "--head-dim", "64"]).listen == ["unix:/c", "unix:/d"]
 
 
 def test_health_says_when_a_pool_is_open(service: Callable[..., Any]) -> None:

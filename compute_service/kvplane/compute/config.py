@@ -11,20 +11,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
-from kvplane.wire.addresses import cache_address, runtime_directory, socket_path
+from kvplane.wire.addresses import cache_address, runtime_directory, socket_path, split
 from kvplane.wire.limits import NAME_BYTES, TTL_MS_MAX
 
 CONFIG_VARIABLE = "KVPLANE_COMPUTE_CONFIG"
 """Environment variable with the path of the TOML file."""
-
-
-def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) and not value.startswith("[") else value
 
 
 class ComputeConfig(BaseSettings):
@@ -34,7 +31,7 @@ class ComputeConfig(BaseSettings):
     toml_file: ClassVar[Path | None] = None
 
     # Where it is
-    listen: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(
+    listen: Annotated[list[str], NoDecode, BeforeValidator(split)] = Field(
         default_factory=lambda: [f"unix:{runtime_directory() / 'compute.sock'}"],
         description="addresses to listen on: unix:/path, or host:port",
     )
@@ -119,7 +116,7 @@ class ComputeConfig(BaseSettings):
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is the library's
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is the library's
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments first, then environment, then the TOML file."""
         path = os.environ.get(CONFIG_VARIABLE)

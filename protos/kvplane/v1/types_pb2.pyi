@@ -11,7 +11,7 @@ ids cost well under a millisecond; as `repeated uint32` they cost more than ten.
 Features. proto3 drops unknown fields in silence, so whoever relies on one names its feature in
 `required_features`; a server refuses a feature it does not know or has not built with UNSUPPORTED_FEATURE. A set
 field whose behaviour is not built, and a oneof without a value, are refused too, never ignored. docs/compatibility.md
-lists which field belongs to which feature.
+lists which field belongs to which feature. Retention ranges and reuse hints are wishes: they may have no effect.
 """
 
 from collections import abc as _abc

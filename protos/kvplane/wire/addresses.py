@@ -23,6 +23,15 @@ def socket_path(address: str) -> Path | None:
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
+def split(value: object) -> object:
+    """Addresses as a setting may give them, as a list: one, several with commas, or a list of such. Anything else comes
+    back as it is, for the validation to refuse."""
+    parts = [value] if isinstance(value, str) else value
+    if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+        return [address.strip() for part in parts for address in part.split(",")]
+    return value
+
+
 def is_loopback(address: str) -> bool:
     """Whether a TCP address can be reached from this host only."""
     host = address.rpartition(":")[0].strip("[]")

@@ -52,7 +52,7 @@ class FullAttentionRules:
 
     prefix_closed = True
 
-    def first_needed(self, num_tokens: int) -> int:  # noqa: ARG002
+    def first_needed(self, num_tokens: int) -> int:  # noqa: ARG002 - the rule's interface
         """Always the first."""
         return 0
 
@@ -61,7 +61,7 @@ class FullAttentionRules:
         misses = np.flatnonzero(~present)
         return (int(misses[0]) if len(misses) else len(present)), 0
 
-    def prompt_blocks(self, hit_blocks: int, first_real: int, total_blocks: int) -> int:  # noqa: ARG002
+    def prompt_blocks(self, hit_blocks: int, first_real: int, total_blocks: int) -> int:  # noqa: ARG002 - as above
         """All that do not hit."""
         return total_blocks - hit_blocks
 

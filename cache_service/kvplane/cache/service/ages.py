@@ -11,7 +11,8 @@ from kvplane.cache.core import CacheCore
 from kvplane.cache.core.sequences import Status
 from kvplane.cache.service.sessions import EngineSession
 
-_WAITING = (Status.WAITING, Status.PREEMPTED)
+WAITING = (Status.WAITING, Status.PREEMPTED)
+"""States of sequences that are not in the engine's batch and want to be."""
 
 
 class Ages:
@@ -24,7 +25,7 @@ class Ages:
     def look(self, core: CacheCore, sessions: Iterable[EngineSession], now: float) -> dict[str, float]:
         """Oldest waiting and stalled sequence, and oldest deferred reference; 0 where there is none."""
         rows, open_sessions = core.state.rows, list(sessions)
-        waiting = np.flatnonzero(np.isin(rows.status, _WAITING))
+        waiting = np.flatnonzero(np.isin(rows.status, WAITING))
         keys = zip(rows.session_of[waiting].tolist(), rows.ids[waiting].tolist(), strict=True)
         self._waiting = {key: self._waiting.get(key, now) for key in keys}
         deferring = [each.session_id for each in open_sessions if each.core.deferred.coming]

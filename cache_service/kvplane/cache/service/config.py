@@ -17,19 +17,11 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvplane.wire.addresses import cache_address, is_loopback, socket_path
+from kvplane.wire.addresses import cache_address, is_loopback, socket_path, split
 from kvplane.wire.limits import PROMPT_TOKENS
 
 CONFIG_VARIABLE = "KVPLANE_CACHE_CONFIG"
 """Environment variable with the path of the TOML file."""
-
-
-def _one_or_many(value: object) -> object:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",")]
-    if isinstance(value, list):
-        return [part for each in value for part in (_one_or_many(each) if isinstance(each, str) else [each])]  # type: ignore[attr-defined]
-    return value
 
 
 def _readable(path: Path | None) -> Path | None:
@@ -51,7 +43,7 @@ class CacheConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVPLANE_CACHE_", extra="forbid", frozen=True, cli_kebab_case=True)
     toml_file: ClassVar[Path | None] = None
 
-    listen: Annotated[list[str], NoDecode, BeforeValidator(_one_or_many)] = Field(
+    listen: Annotated[list[str], NoDecode, BeforeValidator(split)] = Field(
         default_factory=lambda: [cache_address()],
         description="addresses to listen on: unix:/path, or host:port",
     )
@@ -107,7 +99,7 @@ class CacheConfig(BaseSettings):
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is the library's
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is the library's
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments first, then environment, then the TOML file."""
         path = os.environ.get(CONFIG_VARIABLE)

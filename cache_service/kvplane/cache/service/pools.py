@@ -6,9 +6,8 @@ import numpy as np
 import structlog
 
 from kvplane.cache.core import CacheCore, CoreConfig
-from kvplane.cache.core.sequences import Status
 from kvplane.cache.service import identities
-from kvplane.cache.service.ages import Ages
+from kvplane.cache.service.ages import WAITING, Ages
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.encode import write_statistics
 from kvplane.cache.service.metrics import Metrics
@@ -22,8 +21,6 @@ from kvplane.wire.errors import (
 )
 
 _log = structlog.get_logger(__name__)
-
-_WAITING = (Status.WAITING, Status.PREEMPTED)
 
 CallLater = Callable[[float, Callable[[], None]], None]
 
@@ -216,7 +213,7 @@ class HostedPool:
             state = self.core.state
             write_statistics(stats, self.core.statistics())
             stats.running_sequences = state.running
-            stats.waiting_sequences = int(np.count_nonzero(np.isin(state.rows.status, _WAITING)))
+            stats.waiting_sequences = int(np.count_nonzero(np.isin(state.rows.status, WAITING)))
         return stats
 
     def describe(self) -> types_pb2.Pool:
