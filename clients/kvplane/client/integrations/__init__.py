@@ -1,0 +1,1 @@
+"""Adapters that put kvplane under engines which people use. Each needs an extra of its own."""
