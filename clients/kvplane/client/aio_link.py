@@ -1,0 +1,118 @@
+"""A session's stream that mends itself, and the heartbeat beside it, on an event loop: `link` with `await`."""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+
+from kvplane.client.aio_control import AioCacheControl, AioStepStream
+from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS
+from kvplane.client.opening import RETRY_SECONDS
+from kvplane.client.state import SessionState
+from kvplane.client.values import StepResult
+from kvplane.v1 import cache_pb2
+from kvplane.wire.errors import KvplaneError
+
+
+class AioStepLink:
+    """Sends steps and receives their answers; opens the stream again and repeats what has no answer (I7)."""
+
+    def __init__(self, control: AioCacheControl, state: SessionState) -> None:
+        self._control = control
+        self._state = state
+        self._early: deque[cache_pb2.StepResponse] = deque()
+        self._stream: AioStepStream | None = None
+
+    async def open(self, timeout: float) -> None:
+        """Open the stream (again)."""
+        await self.close()
+        stream = await self._control.step(self._state.opening().open)
+        try:
+            opened = await stream.receive(timeout)
+            for request in self._state.stream_opened(opened.opened):
+                await stream.send(request)
+        except BaseException:
+            await stream.close()
+            raise
+        self._early.clear()
+        self._stream = stream
+
+    async def send(self, request: cache_pb2.StepRequest) -> None:
+        """Send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
+        if self._stream is not None:
+            with suppress(KvplaneError):
+                await self._stream.send(request)
+
+    async def receive(self, deadline: float) -> StepResult:
+        """The result of the oldest step. `deadline` is a time of `time.monotonic`."""
+        while True:
+            try:
+                if self._stream is None:
+                    await self.open(_until(deadline))
+                    continue
+                message = self._early.popleft() if self._early else await self._stream.receive(_until(deadline))
+            except BROKEN as error:
+                await self._mend(error, deadline)
+                continue
+            result = self._state.receive(message)
+            if result is not None:
+                self._hear(self._stream)
+                return result
+
+    async def close(self) -> None:
+        """Cut the stream."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
+
+    def _hear(self, stream: AioStepStream) -> None:
+        while (message := stream.receive_now()) is not None:
+            if message.HasField("notice"):
+                self._state.receive(message)
+            else:
+                self._early.append(message)
+
+    async def _mend(self, error: KvplaneError, deadline: float) -> None:
+        pause = error.retry_after_seconds or RETRY_SECONDS
+        while True:
+            if time.monotonic() + pause > deadline:
+                raise error
+            await asyncio.sleep(pause)
+            try:
+                await self.open(_until(deadline))
+            except BROKEN as again:
+                error, pause = again, again.retry_after_seconds or min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                return
+
+
+class AioHeartbeat:
+    """Renews the lease while no step does, from a task."""
+
+    def __init__(self, control: AioCacheControl, state: SessionState) -> None:
+        self._control = control
+        self._state = state
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """No more renewals."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        lease = self._state.lease
+        while True:
+            await asyncio.sleep(lease.ttl_seconds / 12)
+            if not lease.heartbeat_due:
+                continue
+            sent_at = lease.clock()
+            with suppress(KvplaneError):
+                await self._control.heartbeat(
+                    cache_pb2.HeartbeatRequest(session_id=self._state.session_id, lease_epoch=self._state.lease_epoch)
+                )
+                lease.renew(sent_at)
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

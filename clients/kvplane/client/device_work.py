@@ -1,0 +1,167 @@
+"""What a session's device work still touches: open plans, completed steps, copies, table changes, grants."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvplane.client.sequences import I64, U64
+from kvplane.client.values import BlockCopy
+from kvplane.v1 import step_pb2
+from kvplane.wire.errors import InvalidArgumentError
+
+_NO_IDS: I64 = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """What became named by the session's tables, and what they let go of, since the last time it was asked."""
+
+    granted_ids: I64
+    """Every new table entry, hits included, shape [n]; a block that two sequences name comes twice."""
+    granted_generations: U64
+    """Shape [n]."""
+    released: list[tuple[int, I64]]
+    """(step, block ids [m]): nothing launched touches them once that step has completed."""
+    copies: list[BlockCopy]
+    """To run, in order, before the first write."""
+
+
+@dataclass(slots=True)
+class DeviceWork:
+    """Says which steps have completed on the device (design I9), and keeps what a compute access must act on.
+
+    With `track_plans`, a step counts as completed when no plan is open that was made before or at it. Otherwise the
+    engine says so with `complete`.
+    """
+
+    ranks: int = 1
+    last_step: int = 0
+    """Newest step whose result was applied."""
+    automatic: bool = False
+    keeps_changes: bool = False
+    _completed: list[int] = field(default_factory=list)
+    _open: dict[int, int] = field(default_factory=dict)
+    _tokens: int = 0
+    _granted: list[tuple[I64, U64]] = field(default_factory=list)
+    _released: list[tuple[int, I64]] = field(default_factory=list)
+    _to_copy: list[BlockCopy] = field(default_factory=list)
+    _awaited: dict[int, BlockCopy] = field(default_factory=dict)
+    _copied: set[int] = field(default_factory=set)
+    _grants: list[step_pb2.Grant] = field(default_factory=list)
+    _revocations: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._completed = [0] * self.ranks
+
+    # Completion
+
+    @property
+    def completed_steps(self) -> list[int]:
+        """Newest completed step of each rank."""
+        if self.automatic and self.ranks == 1:
+            done = min(self._open.values()) - 1 if self._open else self.last_step
+            self._completed[0] = max(self._completed[0], done)
+        return self._completed
+
+    @property
+    def completed_step(self) -> int:
+        """Newest step that has completed on every rank."""
+        return min(self.completed_steps)
+
+    def complete(self, step_id: int, rank: int = 0) -> None:
+        """All that was launched on tables up to `step_id` has completed. Raises `InvalidArgumentError`."""
+        if not 0 <= step_id <= self.last_step:
+            raise InvalidArgumentError.of("step_id", f"{step_id} was not collected, the newest is {self.last_step}")
+        if not 0 <= rank < self.ranks:
+            raise InvalidArgumentError.of("rank", f"{rank} is not below {self.ranks}")
+        self._completed[rank] = max(self._completed[rank], step_id)
+
+    def plan_opened(self) -> int:
+        """Something is about to be launched on the tables as they are; returns a token for `plan_closed`."""
+        self._tokens += 1
+        self._open[self._tokens] = self.last_step
+        return self._tokens
+
+    def plan_closed(self, token: int) -> None:
+        """What the plan launched has completed."""
+        self._open.pop(token, None)
+
+    @property
+    def open_plans(self) -> int:
+        """Plans that were not closed."""
+        return len(self._open)
+
+    # Table changes
+
+    def granted(self, ids: I64, generations: U64) -> None:
+        """Table entries were added."""
+        if self.keeps_changes:
+            self._granted.append((ids, generations))
+
+    def released(self, ids: I64) -> None:
+        """Table entries were let go of by the result that is being applied."""
+        if self.keeps_changes:
+            self._released.append((self.last_step, ids))
+
+    def take_changes(self) -> TableChanges:
+        """What changed since the last call."""
+        granted, self._granted = self._granted, []
+        released, self._released = self._released, []
+        copies, self._to_copy = self._to_copy, []
+        if not granted:
+            return TableChanges(_NO_IDS, _NO_IDS.astype(np.uint64), released, copies)
+        ids = np.concatenate([each for each, _ in granted])
+        return TableChanges(ids, np.concatenate([each for _, each in granted]), released, copies)
+
+    # Copies and revocations, acknowledged once what they wait for has completed
+
+    def copies_told(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Copies of a result."""
+        self._to_copy.extend(copies)
+        self._awaited.update({copy.op_id: copy for copy in copies})
+
+    def copies_done(self, op_ids: list[int]) -> None:
+        """Copies were launched; their acknowledgement goes out when their step has completed."""
+        self._copied.update(op_id for op_id in op_ids if op_id in self._awaited)
+
+    def copies_pending(self) -> list[BlockCopy]:
+        """Copies that are not known to be done."""
+        return [copy for op_id, copy in self._awaited.items() if op_id not in self._copied]
+
+    def take_acks(self) -> list[int]:
+        """Copies to acknowledge now."""
+        completed = self.completed_step
+        ready = [op_id for op_id in self._copied if self._awaited[op_id].step_id <= completed]
+        for op_id in ready:
+            self._copied.discard(op_id)
+            del self._awaited[op_id]
+        return sorted(ready)
+
+    def revoked(self, revocation_id: int, last_sent_step: int) -> None:
+        """Sequences had to yield to another session: drained once the newest step that may name them has completed."""
+        self._revocations.append((revocation_id, last_sent_step))
+
+    def take_revocations(self) -> list[int]:
+        """Revocations to acknowledge now."""
+        completed = self.completed_step
+        ready = [revocation for revocation, step in self._revocations if step <= completed]
+        self._revocations = [each for each in self._revocations if each[1] > completed]
+        return ready
+
+    @property
+    def acknowledgements_due(self) -> bool:
+        """Whether there is something that an acknowledgement waits for."""
+        return bool(self._revocations or self._awaited)
+
+    # Grants
+
+    def keep_grant(self, grant: step_pb2.Grant, reset: bool) -> None:
+        """A grant to pass on to every shard; one that resets replaces all before it."""
+        if reset:
+            self._grants.clear()
+        self._grants.append(grant)
+
+    def take_grants(self) -> list[step_pb2.Grant]:
+        """Grants since the last call, in order."""
+        grants, self._grants = self._grants, []
+        return grants

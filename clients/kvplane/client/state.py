@@ -1,0 +1,328 @@
+"""A session without its transport: numbers steps, applies their answers, knows what to send again (design I6, I7).
+
+`Session` and `AsyncSession` move its messages; nothing here blocks, reads a socket or starts a thread.
+"""
+
+import os
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from kvplane.client import decode
+from kvplane.client.device_work import DeviceWork, TableChanges
+from kvplane.client.draft import StepDraft
+from kvplane.client.errors import ForkedProcessError, SessionClosedError
+from kvplane.client.lease import Lease
+from kvplane.client.sequences import SequenceTable, row_of
+from kvplane.client.values import (
+    PoolStats,
+    Preemption,
+    SequenceState,
+    Skipped,
+    StepOperation,
+    StepResult,
+)
+from kvplane.v1 import cache_pb2, step_pb2, types_pb2
+from kvplane.wire.errors import LimitExceededError
+from kvplane.wire.packed import U32Array, U64Array, pack_u64
+from kvplane.wire.status import from_status
+
+MODES = {"attached": types_pb2.SESSION_MODE_ATTACHED, "remote": types_pb2.SESSION_MODE_REMOTE}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step without an answer."""
+
+    request: cache_pb2.StepRequest
+    draft: StepDraft
+    sent_at: float
+
+    @property
+    def step_id(self) -> int:
+        return self.request.step.step_id
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What came unasked since the last result."""
+
+    revocations: list[Preemption] = field(default_factory=list)
+    notices: list[cache_pb2.Notice] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
+
+
+class SessionState:
+    """One session. Single-threaded, but for `lease` and what `DeviceWork` says is read elsewhere."""
+
+    def __init__(self, opened: cache_pb2.OpenSessionResponse, mode: str, lease: Lease, num_ranks: int = 1) -> None:
+        self.opened = opened
+        self.mode = mode
+        self.num_ranks = num_ranks
+        self.lease = lease
+        self.work = DeviceWork(num_ranks)
+        self.block_tokens: int = opened.pool.model.block_tokens
+        self.sequences = SequenceTable(opened.max_sequences, self.block_tokens, self.work.granted, self.work.released)
+        self.last_sent_step = opened.last_applied_step
+        self.work.last_step = opened.last_applied_step
+        self.published_step = 0
+        self.stats = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.closed = False
+        self.last_seen_notice = 0
+        self._pending: deque[_Pending] = deque()
+        self._heard = _Heard()
+        self._process = os.getpid()
+
+    @property
+    def session_id(self) -> int:
+        """Identity."""
+        return self.opened.session_id
+
+    @property
+    def lease_epoch(self) -> int:
+        """Epoch of the lease."""
+        return self.opened.lease_epoch
+
+    @property
+    def secret(self) -> bytes:
+        """What the engine shows to compute services."""
+        return self.opened.session_secret
+
+    @property
+    def pool(self) -> types_pb2.Pool:
+        """The pool as it was when the session was opened (or declared anew)."""
+        return self.opened.pool
+
+    @property
+    def limits(self) -> cache_pb2.Limits:
+        """Limits of the service."""
+        return self.opened.limits
+
+    @property
+    def last_step(self) -> int:
+        """Newest step whose result was applied."""
+        return self.work.last_step
+
+    @property
+    def unanswered(self) -> int:
+        """Steps that were sent and not answered."""
+        return len(self._pending)
+
+    def check_usable(self) -> None:
+        """Raises `SessionClosedError` or `ForkedProcessError`."""
+        if self.closed:
+            raise SessionClosedError(f"session {self.session_id} was closed")
+        if os.getpid() != self._process:
+            raise ForkedProcessError(
+                f"session {self.session_id} belongs to process {self._process}; open another one in this process"
+            )
+
+    # Device work, for compute access
+
+    def track_plans(self) -> None:
+        """Completion follows plans from now on, and table changes are kept for `take_changes`."""
+        self.work.automatic = True
+        if not self.work.keeps_changes:
+            self.work.keeps_changes = True
+            table = self.sequences
+            for row in table.rows_in_use.tolist():
+                held = table.blocks[row, : table.num_blocks[row]]
+                ids = held[held != 0].astype("int64")
+                self.work.granted(ids, table.generations[row, : len(held)][held != 0])
+
+    def plan_opened(self) -> int:
+        """See `DeviceWork.plan_opened`."""
+        return self.work.plan_opened()
+
+    def plan_closed(self, token: int) -> None:
+        """See `DeviceWork.plan_closed`."""
+        self.work.plan_closed(token)
+
+    def take_changes(self) -> TableChanges:
+        """See `DeviceWork.take_changes`."""
+        return self.work.take_changes()
+
+    def take_grants(self) -> list[step_pb2.Grant]:
+        """Grants to pass on to every shard, in order, since the last call."""
+        return self.work.take_grants()
+
+    def copies_done(self, op_ids: list[int]) -> None:
+        """Copies were launched."""
+        self.work.copies_done(op_ids)
+
+    def complete(self, step_id: int, rank: int = 0) -> None:
+        """All that was launched on tables up to `step_id` has completed."""
+        self.work.complete(step_id, rank)
+
+    @property
+    def completed_step(self) -> int:
+        """Newest step that has completed on every rank."""
+        return self.work.completed_step
+
+    # Steps
+
+    def draft(self) -> StepDraft:
+        """A new step."""
+        self.check_usable()
+        return StepDraft(self.sequences)
+
+    def encode(self, draft: StepDraft) -> cache_pb2.StepRequest:
+        """Number a step. Raises `LimitExceededError` when too many have no answer, and changes nothing then."""
+        self.check_usable()
+        if len(self._pending) >= self.limits.unanswered_steps:
+            raise LimitExceededError(
+                f"{len(self._pending)} steps have no answer; collect one first",
+                metadata={"limit": "unanswered_steps", "value": str(self.limits.unanswered_steps)},
+            )
+        request = cache_pb2.StepRequest()
+        step = request.step
+        draft.write(step)
+        self.last_sent_step += 1
+        step.step_id = self.last_sent_step
+        step.last_seen_step = self.last_step
+        step.last_seen_notice = self.last_seen_notice
+        step.completed_steps = pack_u64(self.work.completed_steps)
+        for op_id in self.work.take_acks():
+            step.acks.add(op_id=op_id, success_bitmap=b"\x01")
+        revocations = self.work.take_revocations()
+        if revocations:
+            step.acknowledged_revocations = pack_u64(revocations)
+        self._pending.append(_Pending(request, draft, self.lease.clock()))
+        return request
+
+    def opening(self) -> cache_pb2.StepRequest:
+        """First message of a stream."""
+        return cache_pb2.StepRequest(
+            open=cache_pb2.StreamOpen(
+                session_id=self.session_id,
+                lease_epoch=self.lease_epoch,
+                stream_epoch=self.opened.stream_epoch,
+                last_seen_step=self.last_step,
+                last_seen_notice=self.last_seen_notice,
+            )
+        )
+
+    def stream_opened(self, opened: cache_pb2.StreamOpened) -> list[cache_pb2.StepRequest]:
+        """A stream is open (again): what has to be sent again. Steps that were applied are answered unasked."""
+        if opened.HasField("grant"):
+            self.work.keep_grant(opened.grant, reset=True)
+        return [each.request for each in self._pending if each.step_id > opened.last_applied_step]
+
+    def receive(self, response: cache_pb2.StepResponse) -> StepResult | None:
+        """Apply one message; a result when it is the answer to the oldest step, None for anything else.
+
+        Raises the error of a rejected step, which changed nothing. Messages of an older stream or lease are dropped.
+        """
+        if response.lease_epoch != self.lease_epoch or response.stream_epoch != self.opened.stream_epoch:
+            return None
+        kind = response.WhichOneof("message")
+        if kind == "notice":
+            self._note(response.notice)
+            return None
+        if kind == "rejected":
+            refused = self._answered(response.rejected.step_id)
+            if refused is not None:
+                refused.draft.give_rows_back()
+                raise from_status(response.rejected.status)
+            return None
+        if kind != "result":
+            return None
+        answered = self._answered(response.result.step_id)
+        return None if answered is None else self._apply(answered.draft, response.result)
+
+    def _answered(self, step_id: int) -> _Pending | None:
+        if not self._pending or self._pending[0].step_id != step_id:
+            return None  # repeated: it was applied before the stream broke
+        pending = self._pending.popleft()
+        self.lease.renew(pending.sent_at)
+        self.work.last_step = step_id
+        return pending
+
+    def _note(self, notice: cache_pb2.Notice) -> None:
+        if notice.notice_id <= self.last_seen_notice:
+            return
+        self.last_seen_notice = notice.notice_id
+        if not notice.HasField("revocation"):
+            self._heard.notices.append(notice)
+            return
+        victims = decode.preemptions(notice.revocation.preemptions)
+        for victim in victims:
+            row = row_of(victim.sequence_id)
+            if self.sequences.ids[row] == victim.sequence_id:
+                self.sequences.change(row, SequenceState.PREEMPTED)
+        self._heard.revocations.extend(victims)
+        self.work.revoked(notice.revocation.revocation_id, self.last_step)
+
+    def _apply(self, draft: StepDraft, result: step_pb2.StepResult) -> StepResult:
+        skipped = decode.skipped(result.skipped)
+        self._apply_operations(draft, skipped)
+        deltas: Iterable[types_pb2.TableDelta] = result.table_deltas
+        if result.HasField("grant"):
+            body = step_pb2.GrantBody.FromString(result.grant.body)
+            deltas = body.table_deltas
+            self.work.keep_grant(result.grant, body.reset)
+        for delta in deltas:
+            self.sequences.apply(delta)
+        admitted = decode.admissions(result.admitted)
+        for admission in admitted:
+            self.sequences.admit(row_of(admission.sequence_id), admission.cached_tokens)
+        changes = decode.state_changes(result.state_changes)
+        for change in changes:
+            self._change(change.sequence_id, change.state)
+        copies = decode.copies(result.transfers, result.step_id)
+        self.work.copies_told(copies)
+        self.published_step = result.published_step
+        self.stats = decode.pool_stats(result.stats)
+        heard, self._heard = self._heard, _Heard()
+        return StepResult(
+            result.step_id,
+            result.published_step,
+            self.stats,
+            admitted,
+            changes,
+            decode.preemptions(result.preemptions),
+            tuple(heard.revocations),
+            skipped,
+            copies,
+            tuple(heard.notices),
+            tuple(heard.cut),
+        )
+
+    def _apply_operations(self, draft: StepDraft, skipped: tuple[Skipped, ...]) -> None:
+        """What the service did to tokens and lengths, in its order."""
+        table = self.sequences
+        left_out: dict[StepOperation, set[int]] = {}
+        for each in skipped:
+            left_out.setdefault(each.operation, set()).add(each.sequence_id)
+        for sequence_id, tokens in draft.observed:
+            table.extend_tokens(table.row(sequence_id), tokens)
+        for ids, tokens, committed, _ in draft.advanced:
+            rows = (ids & 0xFFFF_FFFF).astype("int64")
+            table.append(rows, tokens)
+            late = left_out.get(StepOperation.ADVANCE, ())
+            if late:
+                kept = [sequence_id not in late for sequence_id in ids.tolist()]
+                rows, committed = rows[kept], committed[kept]
+            table.committed[rows] = committed
+        for ids, lengths in draft.committed:
+            for sequence_id, length in _pairs(ids, lengths, left_out.get(StepOperation.COMMIT, ())):
+                table.committed[row_of(sequence_id)] = length
+        for ids, lengths in draft.rolled_back:
+            for sequence_id, length in _pairs(ids, lengths, left_out.get(StepOperation.ROLLBACK, ())):
+                table.cut(row_of(sequence_id), length)
+        for parent_id, children, _ in draft.forked:
+            table.fork(parent_id, children)
+        for ids, _ in draft.finished:
+            for sequence_id in ids.tolist():
+                table.finish(sequence_id)
+        for message in draft.new:
+            table.introduce(message)
+
+    def _change(self, sequence_id: int, state: SequenceState) -> None:
+        row = row_of(sequence_id)
+        if state != SequenceState.FINISHED and self.sequences.ids[row] == sequence_id:
+            self.sequences.change(row, state)
+
+
+def _pairs(ids: U64Array, lengths: U32Array, left_out: Collection[int]) -> list[tuple[int, int]]:
+    return [pair for pair in zip(ids.tolist(), lengths.tolist(), strict=True) if pair[0] not in left_out]
