@@ -12,7 +12,8 @@ from kvplane.client.integrations.transformers.attention import AttentionShape
 from kvplane.client.integrations.transformers.packaged import default_model
 from kvplane.client.integrations.transformers.revisions import tokenizer_revision, weights_revision
 from kvplane.client.integrations.transformers.support import probe
-from kvplane.wire.errors import InvalidArgumentError
+from kvplane.v1 import types_pb2
+from kvplane.wire.errors import IdentityMismatchError, InvalidArgumentError
 
 KV_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -43,6 +44,18 @@ class LoadedModel:
             "num_kv_heads": self.attention.num_kv_heads,
             "head_dim": self.attention.head_dim,
         }
+
+    def check_pool(self, pool: types_pb2.Pool) -> None:
+        """Raises `IdentityMismatchError` when a pool holds another model's cache."""
+        identity = pool.model
+        mine = (self.weights_revision, KV_DTYPES[self.dtype])
+        theirs = (identity.weights_revision, identity.kv_dtype)
+        if mine != theirs or identity.tokenizer_revision not in ("", self.tokenizer_revision):
+            raise IdentityMismatchError(
+                f"pool {pool.pool_id} holds the cache of weights {theirs[0]} in {theirs[1]} with tokenizer "
+                f"{identity.tokenizer_revision or '(any)'}; this model is {mine[0]} in {mine[1]} with {self.tokenizer_revision}",
+                metadata={"pool_id": pool.pool_id, "weights_revision": theirs[0], "kv_dtype": theirs[1]},
+            )
 
 
 def load_model(
