@@ -114,8 +114,10 @@ def test_a_service_that_cannot_start_is_quoted(memory: Path) -> None:
     """The error holds the service's own words, and nothing stays."""
     flags = [*SMALL, "--num-layers", "0"]
     with (
-        pytest.raises(UnavailableError, match="compute-0 ended with status 2: num_layers: .*greater than or equal to 1"),
-        running_pair(flags) as pair,
+        pytest.raises(
+            UnavailableError, match=r"compute-0 ended with status 2: num_layers: .*greater than or equal to 1"
+        ),
+        running_pair(flags),
     ):
         pass
     assert not list(memory.iterdir())
@@ -123,7 +125,8 @@ def test_a_service_that_cannot_start_is_quoted(memory: Path) -> None:
 
 def test_a_child_that_does_not_listen_is_killed() -> None:
     """SIGTERM first, SIGKILL after the grace; what it wrote is kept, the newest lines only."""
-    code = "import signal; signal.signal(15, signal.SIG_IGN); [print(i) for i in range(1000)]; print('set'); signal.pause()"
+    deafen = "import signal; signal.signal(15, signal.SIG_IGN)"
+    code = f"{deafen}; [print(i) for i in range(1000)]; print('set'); signal.pause()"
     deaf = Child("deaf", "timeit", ["-n", "1", "-r", "1", f"exec({code!r})"])
     wait_until(lambda: "set" in deaf.lines, "it ignores SIGTERM")
     assert len(deaf.lines) == 500
@@ -133,15 +136,21 @@ def test_a_child_that_does_not_listen_is_killed() -> None:
 def test_a_signal_waits_for_the_shield() -> None:
     """Inside a shield nothing raises; the first one after it does; later ones are counted."""
     steps = []
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
-        try:
-            with interrupts.shield():
-                os.kill(os.getpid(), signal.SIGINT)
-                steps.append("whole")
-            steps.append("never")
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            steps.append("cleaned up")
+    interrupts = Interrupts()
+
+    def interrupted() -> None:
+        with interrupts:
+            try:
+                with interrupts.shield():
+                    os.kill(os.getpid(), signal.SIGINT)
+                    steps.append("whole")
+                steps.append("never")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                steps.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert steps == ["whole", "cleaned up"]
     assert interrupts.count == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -21,8 +21,9 @@ OnLine = Callable[[str, str], None]
 
 
 class Child:
-    """`python -m MODULE ARGUMENTS` in a process group of its own, so that a terminal's Ctrl-C reaches the parent alone,
-    which then stops its children in order. Ends with SIGKILL when the thread that made it ends: make it on the main one.
+    """`python -m MODULE ARGUMENTS` in a process group of its own, so that a terminal's Ctrl-C reaches the parent
+    alone, which then stops its children in order. Gets SIGKILL when the thread that made it ends: make it on the main
+    one.
 
     With `pipes` standard input and output are text pipes for the caller (`stdin`, `stdout`), and only standard error is
     collected; without, both are collected.

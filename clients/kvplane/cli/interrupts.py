@@ -5,14 +5,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """A context in which the first signal raises in the main thread (SIGINT `KeyboardInterrupt`, the others `SystemExit`
-    with 128 and the number), and every later one is only counted: what cleans up after the first is never interrupted.
+    """A context in which the first signal raises in the main thread (SIGINT `KeyboardInterrupt`, the others
+    `SystemExit` with 128 and the number), and every later one is only counted: what cleans up after
+    the first is never interrupted.
 
     In another thread than the main one it does nothing, since Python handles signals in the main thread alone.
     """
@@ -25,7 +26,7 @@ class Interrupts:
         self._raised = False
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)

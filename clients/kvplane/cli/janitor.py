@@ -26,7 +26,7 @@ def main() -> None:
     _wait_for_end(int(parent))
     quiet = 0
     for _ in range(_ATTEMPTS):
-        quiet = 0 if any(os.path.lexists(folder) for folder in folders) else quiet + 1  # noqa: PTH110 - starts faster
+        quiet = 0 if any(os.path.lexists(folder) for folder in folders) else quiet + 1
         if quiet == _QUIET_ATTEMPTS:
             return
         for folder in folders:

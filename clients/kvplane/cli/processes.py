@@ -6,7 +6,6 @@ a private temporary folder, the pool's memory in one under /dev/shm. When this p
 kills the children (`kvplane.cli.tether`) and a process beside it removes the folders (`kvplane.cli.janitor`).
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -14,13 +13,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2
+
 from kvplane.cli.child import STOP_SECONDS, Child, OnLine
+from kvplane.cli.connection import health_stub
 from kvplane.cli.interrupts import Interrupts
+from kvplane.cli.logs import event_of, last_warning, last_words
 from kvplane.client.control import GrpcCacheControl, connect
 from kvplane.v1 import cache_pb2, types_pb2
 from kvplane.wire.errors import DeadlineExceededError, KvplaneError, UnavailableError
@@ -30,8 +35,13 @@ READY_SECONDS = 120.0
 
 SHARED_MEMORY = Path("/dev/shm")
 
+_CACHE_SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+
 _SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (`sun_path` without its end)."""
+
+_LOGS = ("--log-format", "json", "--log-level", "info")
+"""What `RunningPair` and `_last_warning` read."""
 
 _POLL_SECONDS = 0.1
 
@@ -80,6 +90,7 @@ class RunningPair:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._cache: Child | None = None
         self._others: list[Child] = []
+        self._listening: dict[Child, threading.Event] = {}
         self._closed = False
 
     # What runs
@@ -123,7 +134,7 @@ class RunningPair:
 
     def start_cache(self) -> Child:
         """Start the cache service, whose last one has ended, at `address`."""
-        arguments = ["--listen", self.address, "--metrics-address", "", "--log-format", "json", *self._cache_flags]
+        arguments = ["--listen", self.address, "--metrics-address", "", *_LOGS, *self._cache_flags]
         with self._interrupts.shield():
             self._cache = self._child("cache", "kvplane.cache", arguments)
         return self._cache
@@ -135,7 +146,7 @@ class RunningPair:
             *("--listen", f"unix:{folder / f'compute-{rank}.sock'}"),
             *("--attach-socket", str(folder / f"attach-{rank}.sock")),
             *("--cache", self.address, "--pool-id", self.pool_id, "--rank", str(rank)),
-            *("--memory-folder", str(self.memory_folder), "--metrics-address", "", "--log-format", "json"),
+            *("--memory-folder", str(self.memory_folder), "--metrics-address", "", *_LOGS),
             *self._compute_flags,
         ]
         with self._interrupts.shield():
@@ -194,10 +205,13 @@ class RunningPair:
         deadline = time.monotonic() + seconds
         # The children's own words first: asking every 0.1 s would fill the cache service's log.
         for child in (self.cache, *self.computes):
-            self._wait(lambda child=child: _listens(child), f"waiting for {child.name}", deadline)  # type: ignore[misc]
+            self._wait(self._listening[child].is_set, f"waiting for {child.name}", deadline)
         found: list[types_pb2.Pool] = []
 
         def ready() -> bool:
+            # The health service first: a pool that is not there yet would be logged at every question.
+            if not self._serves():
+                return False
             try:
                 found.append(self.pool())
             except KvplaneError:
@@ -210,18 +224,28 @@ class RunningPair:
         self._say("")
         return found[-1]
 
+    def _serves(self) -> bool:
+        """Whether the cache service has an open pool."""
+        request = health_pb2.HealthCheckRequest(service=_CACHE_SERVICE)
+        try:
+            with connect(self.address) as channel:
+                answer = health_stub(channel).Check(request, timeout=2.0)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     def _wait(self, condition: Callable[[], bool], what: str, deadline: float) -> None:
         self._say(what)
         while not condition():
             for child in (self.cache, *self.computes):
                 if not child.alive:
                     raise UnavailableError(
-                        f"{child.name} ended with status {child.status}: {_last_words(child)}",
+                        f"{child.name} ended with status {child.status}: {last_words(child.lines)}",
                         reason="CHILD_ENDED",
                         metadata={"child": child.name},
                     )
             if time.monotonic() > deadline:
-                warnings = [text for child in self.computes if (text := _last_warning(child))]
+                warnings = [text for child in self.computes if (text := last_warning(child.name, child.lines))]
                 raise DeadlineExceededError(f"{what}: not in time{''.join(f'; {text}' for text in warnings)}")
             time.sleep(_POLL_SECONDS)
 
@@ -268,7 +292,17 @@ class RunningPair:
         environment: Mapping[str, str] | None = None,
     ) -> Child:
         together = {**self._environment, **(environment or {})}
-        return Child(name, module, arguments, on_line=self._on_line, pipes=pipes, environment=together)
+        listening = threading.Event()
+
+        def on_line(name: str, line: str) -> None:
+            if not listening.is_set() and event_of(line).get("event") == "listening":
+                listening.set()
+            if self._on_line is not None:
+                self._on_line(name, line)
+
+        child = Child(name, module, arguments, on_line=on_line, pipes=pipes, environment=together)
+        self._listening[child] = listening
+        return child
 
 
 @contextmanager
@@ -334,31 +368,3 @@ def _socket_base() -> Path:
     base = Path(tempfile.gettempdir())
     longest = base / f"kvplane-{secrets.token_hex(6)}" / "compute-255.sock"
     return base if len(os.fsencode(longest)) <= _SOCKET_PATH_BYTES else Path("/tmp")
-
-
-def _event(line: str) -> dict[str, object]:
-    """A line of a service's log; empty for what is none."""
-    try:
-        parsed = json.loads(line)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _listens(child: Child) -> bool:
-    return any(_event(line).get("event") == "listening" for line in child.lines)
-
-
-def _last_words(child: Child) -> str:
-    lines = [line for line in child.lines if line.strip()]
-    return lines[-1] if lines else "it said nothing"
-
-
-def _last_warning(child: Child) -> str:
-    """The newest warning or error, as `name: event (reason)`."""
-    for line in reversed(child.lines):
-        event = _event(line)
-        if event.get("level") in ("warning", "error"):
-            detail = event.get("message") or event.get("reason")
-            return f"{child.name}: {event.get('event')}" + (f" ({detail})" if detail else "")
-    return ""

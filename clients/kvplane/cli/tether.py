@@ -1,4 +1,4 @@
-"""`python -m kvplane.cli.tether PARENT MODULE [ARGUMENT …]`: run a module as `python -m` does, for as long as PARENT lives.
+"""`python -m kvplane.cli.tether PARENT MODULE [ARGUMENT …]`: run a module like `python -m`, while PARENT lives.
 
 The kernel sends SIGKILL to this process when the thread that started it ends, however that happens. It is asked for
 here and not between fork and exec, where Python code is not safe beside other threads.
