@@ -54,6 +54,28 @@ def compute(context: typer.Context) -> None:
     services.become("compute", context.args)
 
 
+@app.command("demo", rich_help_panel=SERVICES)
+def demo_command(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, show_default="SmolLM2-135M-Instruct", help="Folder of a decoder model."
+        ),
+    ] = None,
+) -> None:
+    """See it work: a real model generates through both services.
+
+    Two engine processes share a long system prompt; one is killed, a new one still hits; the cache service is killed and
+    generation goes on. Every text is compared with plain transformers, token by token. Needs the extras [compute] and
+    [transformers]. Leaves nothing behind, also when interrupted.
+    """
+    for name in ("cache", "compute"):
+        services.require(name)
+    from kvplane.cli.demo.main import main
+
+    main(model)
+
+
 @app.command("up", rich_help_panel=SERVICES)
 def up_command(
     memory: Annotated[str, typer.Option(help=MEMORY)],

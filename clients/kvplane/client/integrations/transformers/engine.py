@@ -58,7 +58,8 @@ class Engine:
         """On a session and a compute access that are open; they stay the caller's. See `open`."""
         if max_running < 1 or max_batch_tokens < max_running:
             raise InvalidArgumentError.of(
-                "max_batch_tokens", f"must be at least max_running, and that at least 1: {max_batch_tokens}, {max_running}"
+                "max_batch_tokens",
+                f"must be at least max_running, and that at least 1: {max_batch_tokens}, {max_running}",
             )
         self.model = model
         self.session = session

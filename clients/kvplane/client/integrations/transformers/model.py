@@ -81,9 +81,7 @@ def load_tokenizer(path: str | Path | None = None) -> Any:
     return AutoTokenizer.from_pretrained(default_model() if path is None else path, local_files_only=True)
 
 
-def adopt_model(
-    module: PreTrainedModel, tokenizer: Any, weights: str, tokenizer_files: str = ""
-) -> LoadedModel:
+def adopt_model(module: PreTrainedModel, tokenizer: Any, weights: str, tokenizer_files: str = "") -> LoadedModel:
     """Put a model that is already loaded on kvplane. `weights` names its weights: equal names share cached KV.
 
     Switches the module's attention implementation and puts it into evaluation mode; weights stay as they are. Raises
