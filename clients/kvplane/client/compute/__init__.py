@@ -16,7 +16,6 @@ from kvplane.client.compute.remote import RemoteCompute
 from kvplane.wire.errors import InvalidArgumentError
 from kvplane.wire.interface import DEFAULT_TIMEOUT_SECONDS
 
-
 __all__ = ["AttachedCompute", "Compute", "ComputePlan", "RemoteCompute", "Transport", "open_compute"]
 
 
