@@ -96,11 +96,13 @@ class AttachedCompute:
         with self._lock:
             # From here on no drain is said before the plan is closed.
             self.check_launch()
+            # Before the plan counts as open: what the newest step let go of is not in its tables.
+            completed_step = self._state.completed_step
             token = self._state.plan_opened()
             self._open.add(token)
         made: AttachedPlan | None = None
         try:
-            self._prepare()
+            self._prepare(completed_step)
             batch = batch_of(self._state, sequence_ids, query_lengths, kv_lengths)
             columns = -(-int(batch.kv_lengths.max(initial=0)) // self.block_tokens)
             tables = self._state.sequences.blocks[batch.rows, :columns]
@@ -176,12 +178,12 @@ class AttachedCompute:
             self.shards.append(mapped)
         return made
 
-    def _prepare(self) -> None:
+    def _prepare(self, completed_step: int) -> None:
         """What has to happen before anything is launched, in this order. What fails is tried again by the next plan."""
         state, holds = self._state, self._holds
         changes = state.take_changes()
         self._copies += changes.copies
-        holds.apply(changes, state.completed_step)
+        holds.apply(changes, completed_step)
         holds.stamp()
         state.lease.check()
         if self._copies:

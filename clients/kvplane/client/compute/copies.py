@@ -8,7 +8,7 @@ from kvplane.client.values import BlockCopy
 
 
 def run_copies(shards: Sequence[MappedShard], copies: Sequence[BlockCopy]) -> None:
-    """Run copies in their order on all layers of all shards: whole blocks, since slots behind `num_slots` hold nothing."""
+    """Run copies in their order on all layers of all shards; whole blocks: slots behind `num_slots` hold nothing."""
     for batch in _independent(copies):
         sources = [copy.source_id for copy in batch]
         destinations = [copy.destination_id for copy in batch]

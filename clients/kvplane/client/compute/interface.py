@@ -54,7 +54,7 @@ class ComputePlan(Protocol):
     def attend(
         self, layer: int, query: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend alone; returns (out, lse), lse float32 [tokens, query heads], natural logarithms. Raises like `run`."""
+        """Attend alone; returns (out, lse), lse float32 [tokens, query heads], natural logarithm. Raises like `run`."""
         ...
 
     def close(self) -> None:
