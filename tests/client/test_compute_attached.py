@@ -1,6 +1,9 @@
-"""The rules that bound what an attached engine can do: hold bits, stamps, incarnations, the lease (design section 8)."""
+"""The rules that bound what an attached engine can do: hold bits, stamps, incarnations, the lease."""
 
+import asyncio
+import gc
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 import torch
 
 from compute_access import BLOCK, Engine, Rig, rig
+from compute_oracle import assert_attention
 from kvplane.cache.service.endings import end_session
-from kvplane.client import ForkedProcessError, LaunchPausedError, Session
+from kvplane.client import AsyncSession, ForkedProcessError, LaunchPausedError, Session
 from kvplane.client.compute import open_compute
 from kvplane.client.compute.attach_socket import attach
 from kvplane.client.compute.memory import HANDLE_NOT_OPENED, map_shard
@@ -26,6 +30,7 @@ from kvplane.wire.errors import (
     IdentityMismatchError,
     InvalidArgumentError,
     NotGrantedError,
+    PoolLostError,
     PreconditionError,
     SessionExpiredError,
     StaleEpochError,
@@ -146,7 +151,7 @@ def test_what_came_and_went_between_two_plans_is_not_stamped(pool: Rig) -> None:
 
 
 def test_a_newer_occupant_stops_the_launch(fresh: Rig) -> None:
-    """The stamp is newer on one shard: nothing is stamped on any, nothing is copied or written, and it stays refused."""
+    """The stamp is newer on one shard: nothing is stamped on any, nothing is launched, and it stays refused."""
     engine = fresh.engine()
     sequence = engine.admit(TOKENS)
     block = min(named(engine, sequence))
@@ -169,7 +174,7 @@ def test_a_newer_occupant_stops_the_launch(fresh: Rig) -> None:
 
 
 def test_a_newer_control_plane_stops_the_launch(fresh: Rig) -> None:
-    """New blocks of an older incarnation are refused after they were stamped; blocks that were stamped before are not."""
+    """New blocks of an older incarnation are refused after they were stamped; those stamped before are not."""
     engine = fresh.engine()
     old = engine.admit(TOKENS)
     engine.forward(old)
@@ -254,6 +259,71 @@ def test_a_second_compute_access_takes_over(pool: Rig) -> None:
     engine.finish(parent, child)
     engine.session.run(engine.session.draft())
     engine.close()
+
+
+def test_a_lost_pool_stops_launches(fresh: Rig) -> None:
+    """The shards give the memory up under a new epoch; what is mapped stays mapped, and nothing is launched on it."""
+    engine = fresh.engine()
+    sequence = engine.admit(TOKENS)
+    engine.forward(sequence)
+    hosted = fresh.service.server.plane.pools["default"]
+    fresh.service.on_loop(lambda: hosted.lose("a test says so"))
+
+    def lost() -> bool:
+        try:
+            plan(engine, sequence).close()
+        except PoolLostError:
+            return True
+        return False
+
+    wait_until(lost, "the process hears of it")
+
+
+def test_nothing_is_left_behind(pool: Rig) -> None:
+    """Descriptors, mappings and threads of a compute access end with it."""
+
+    def counts() -> tuple[int, int, int]:
+        folder = str(pool.servers[0].state.identity.folder)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        named = sum(thread.name.startswith("kvplane-attached") for thread in threading.enumerate())
+        return sum(1 for _ in Path("/proc/self/fd").iterdir()), sum(folder in line for line in maps), named
+
+    with Session.open(address=pool.service.address, max_sequences=8) as session:
+        open_compute(session).close()
+        gc.collect()
+        before = counts()
+        engine = Engine(session, open_compute(session), pool.oracle, None)
+        sequence = engine.admit(TOKENS)
+        engine.forward(sequence)
+        opened = plan(engine, sequence)
+        assert counts() > before
+        engine.compute.close()
+        engine.compute.close()
+        gc.collect()
+        # Every shard, in this very process, keeps a pidfd, and a hold map with two descriptors.
+        wait_until(lambda: counts()[0] <= before[0] + 3 * len(pool.servers), "descriptors are closed")
+        assert counts()[1] == before[1] + 1, "the shard's own view of the new hold map, and nothing else"
+        assert counts()[2] == 0
+        opened.close()
+        engine.finish(sequence)
+
+
+def test_an_asyncio_session(pool: Rig) -> None:
+    """The same access for an `AsyncSession`."""
+
+    async def work() -> None:
+        async with await AsyncSession.open(address=pool.service.address, max_sequences=8) as session:
+            step = session.draft()
+            sequence = step.admit(TOKENS)
+            await session.run(step)
+            with (
+                open_compute(session) as compute,
+                compute.plan([sequence], [10], [10], num_query_heads=8) as opened,
+            ):
+                out = opened.run(0, *pool.oracle.rows(TOKENS, 0, 10, 0))
+            assert_attention(out, pool.oracle.attention(TOKENS, 0, 10, 0))
+
+    asyncio.run(work())
 
 
 def test_arguments_are_checked_first(pool: Rig) -> None:

@@ -60,9 +60,10 @@ def test_refusals_are_typed_and_the_session_goes_on(pool: Rig) -> None:
     with pytest.raises(InvalidArgumentError, match="filled") as refused:
         compute.plan([sequence], [1], [9], num_query_heads=8)
     assert refused.value.metadata["shard"] == "0"
-    for window in ({"window": 3}, {"windows": {1: 3}}):
-        with pytest.raises(UnsupportedFeatureError, match="window"):
-            compute.plan([sequence], [10], [10], num_query_heads=8, **window)
+    with pytest.raises(UnsupportedFeatureError, match="window"):
+        compute.plan([sequence], [10], [10], num_query_heads=8, window=3)
+    with pytest.raises(UnsupportedFeatureError, match="window"):
+        compute.plan([sequence], [10], [10], num_query_heads=8, windows={1: 3})
     query, key, value = oracle.rows(TOKENS, 0, 10, 0)
     with compute.plan([sequence], [10], [10], num_query_heads=8) as plan:
         with pytest.raises(InvalidArgumentError):
@@ -79,8 +80,8 @@ def test_refusals_are_typed_and_the_session_goes_on(pool: Rig) -> None:
         plan.run(0, query, key, value)
     assert engine.session.state.work.open_plans == 0
     engine.forward(sequence)
+    engine.written[sequence] = 8
     with pytest.raises(InvalidArgumentError, match="slot"):
-        engine.written[sequence] = 8
         engine.forward(sequence)
     engine.finish(sequence)
     engine.close()
@@ -117,9 +118,9 @@ def test_a_newer_stream_supersedes(pool: Rig) -> None:
     sequence = engine.admit(TOKENS)
     plan = engine.compute.plan([sequence], [10], [10], num_query_heads=8)
     newer = open_compute(engine.session, "inline")
+    rows = pool.oracle.rows(TOKENS, 0, 10, 0)
     with pytest.raises(SupersededError):
-        for _ in range(3):
-            plan.run(0, *pool.oracle.rows(TOKENS, 0, 10, 0))
+        plan.run(0, *rows)
     plan.close()
     newer.close()
     engine.forward(sequence)
@@ -150,7 +151,7 @@ def test_the_end_of_a_session_is_told_by_the_shards(pool: Rig) -> None:
 
 
 def test_a_broken_stream_ends_its_plan_alone(proxied: tuple[Rig, CutProxy]) -> None:
-    """Runs of the open plan are unavailable; its step completes once the shard has answered again; grants are repeated."""
+    """Its runs are unavailable, its step completes once the shard has answered again; grants are repeated."""
     pool, proxy = proxied
     engine = pool.engine("remote shm")
     sequence = engine.admit(TOKENS)
@@ -208,15 +209,15 @@ def test_large_tensors_get_a_larger_arena(tmp_path: Path) -> None:
         sequence = engine.admit([token % 1000 for token in range(1900)])
         query, key, value = torch.randn(1900, 8, 16), torch.randn(1900, 2, 16), torch.randn(1900, 2, 16)
         with engine.compute.plan([sequence], [600], [600], num_query_heads=8) as plan:
-            for layer in range(pool.oracle.num_layers):
-                out = plan.run(layer, query[:600], key[:600], value[:600])
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            *(each[:600].double().transpose(0, 1) for each in (query, key, value)), is_causal=True, enable_gqa=True
-        )
-        torch.testing.assert_close(out.double(), exact.transpose(0, 1), rtol=2e-5, atol=2e-5)
-        with engine.compute.plan([sequence], [1300], [1900], num_query_heads=8) as plan:
-            with pytest.raises(LimitExceededError) as full:
-                plan.run(0, query[600:], key[600:], value[600:])
+            outs = [plan.run(layer, query[:600], key[:600], value[:600]) for layer in range(pool.oracle.num_layers)]
+        q, k, v = (each[:600].double().transpose(0, 1) for each in (query, key, value))
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        for out in outs:
+            torch.testing.assert_close(out.double(), exact.transpose(0, 1), rtol=2e-5, atol=2e-5)
+        plan = engine.compute.plan([sequence], [1300], [1900], num_query_heads=8)
+        with pytest.raises(LimitExceededError) as full:
+            plan.run(0, query[600:], key[600:], value[600:])
+        plan.close()
         assert full.value.metadata["limit"] == "arena_bytes"
         engine.finish(sequence)
 
