@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from cli.conftest import Kvplane, Pair
-from kvplane.cli import revisions, top
+from kvplane.cli import top
 from kvplane.cli.capacity import Deployment, plan
 from kvplane.cli.model import LayerGroup, ModelShape
 from kvplane.cli.plan import compute_flags
+from kvplane.client import revisions
 from kvplane.compute.config import load
 from kvplane.compute.identity import identity_of, max_blocks
 from kvplane.v1 import types_pb2

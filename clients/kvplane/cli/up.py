@@ -9,12 +9,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.status import Status
 
-from kvplane.cli import console, revisions
+from kvplane.cli import console
 from kvplane.cli.capacity import CapacityPlan
 from kvplane.cli.logs import event_of
 from kvplane.cli.plan import compute_flags
 from kvplane.cli.processes import RunningPair, running_pair
 from kvplane.cli.sizes import format_bytes
+from kvplane.client import revisions
 from kvplane.wire.errors import UnavailableError
 
 WATCH_SECONDS = 0.2

@@ -126,15 +126,15 @@ class SessionState:
     # Device work, for compute access
 
     def track_plans(self) -> None:
-        """Completion follows plans from now on, and table changes are kept for `take_changes`."""
+        """Completion follows plans from now on, and table changes are kept for `take_changes`, which begins with
+        everything that the tables name now: a compute access is new, whatever an earlier one was told."""
         self.work.automatic = True
-        if not self.work.keeps_changes:
-            self.work.keeps_changes = True
-            table = self.sequences
-            for row in table.rows_in_use.tolist():
-                held = table.blocks[row, : table.num_blocks[row]]
-                real = held != 0
-                self.work.granted(held[real].astype("int64"), table.generations[row, : len(held)][real])
+        self.work.keep_changes()
+        table = self.sequences
+        for row in table.rows_in_use.tolist():
+            held = table.blocks[row, : table.num_blocks[row]]
+            real = held != 0
+            self.work.granted(held[real].astype("int64"), table.generations[row, : len(held)][real])
 
     def plan_opened(self) -> int:
         """See `DeviceWork.plan_opened`."""

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from kvplane.cli import console, revisions
+from kvplane.cli import console
 from kvplane.cli.demo.run import POOL_BYTES, run
 from kvplane.cli.model import read_model
+from kvplane.client import revisions
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 

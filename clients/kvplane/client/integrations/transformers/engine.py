@@ -119,7 +119,7 @@ class Engine:
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)
-            engine._resources = resources.pop_all()  # noqa: SLF001 - its own class
+            engine._resources = resources.pop_all()
         return engine
 
     # Whole prompts

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvplane.client.integrations.transformers.attention import AttentionShape
 from kvplane.client.integrations.transformers.packaged import default_model
-from kvplane.client.integrations.transformers.revisions import tokenizer_revision, weights_revision
 from kvplane.client.integrations.transformers.support import probe
+from kvplane.client.revisions import tokenizer_revision, weights_revision
 from kvplane.v1 import types_pb2
 from kvplane.wire.errors import IdentityMismatchError, InvalidArgumentError
 

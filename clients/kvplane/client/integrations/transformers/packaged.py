@@ -49,7 +49,7 @@ def default_model(progress: Callable[[str], None] | None = None) -> Path:
 
 
 def _say(message: str) -> None:
-    print(message, flush=True)  # noqa: T201 - somebody waits for a minute
+    print(message, flush=True)
 
 
 def _gguf_file() -> tuple[Path, str]:
