@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvplane.client.aio_control import AioCacheControl, AioStepStream
 from kvplane.client.draft import StepDraft
-from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS, RESTARTED
+from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS, RESTARTED, log
 from kvplane.client.opening import RETRY_SECONDS, heartbeat_request
 from kvplane.client.state import SessionState
 from kvplane.client.values import StepResult
@@ -110,6 +110,7 @@ class AioStepLink:
                 self._early.append(message)
 
     async def _mend(self, error: KvplaneError, deadline: float) -> None:
+        log.warning("session %d: the stream broke (%s); opening it again", self._state.session_id, error.message)
         pause = error.retry_after_seconds or RETRY_SECONDS
         while True:
             if time.monotonic() + pause > deadline:
@@ -120,6 +121,7 @@ class AioStepLink:
             except BROKEN as again:
                 error, pause = again, again.retry_after_seconds or min(2 * pause, MAX_PAUSE_SECONDS)
             else:
+                log.warning("session %d: the stream is open again", self._state.session_id)
                 return
 
 

@@ -1,5 +1,6 @@
 """A session's stream that mends itself, and the heartbeat beside it, for engines without an event loop."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from kvplane.wire.errors import (
     UnavailableError,
 )
 from kvplane.wire.interface import CacheControl, StepStream
+
+log = logging.getLogger("kvplane.client")
 
 BROKEN = (UnavailableError, CancelledError)
 """Errors after which a stream is opened again."""
@@ -90,6 +93,7 @@ class StepLink:
                     self._early.append(message)
 
     def _mend(self, error: KvplaneError, deadline: float) -> None:
+        log.warning("session %d: the stream broke (%s); opening it again", self._state.session_id, error.message)
         pause = error.retry_after_seconds or RETRY_SECONDS
         while True:
             if time.monotonic() + pause > deadline:
@@ -101,6 +105,7 @@ class StepLink:
             except BROKEN as again:
                 error, pause = again, again.retry_after_seconds or min(2 * pause, MAX_PAUSE_SECONDS)
             else:
+                log.warning("session %d: the stream is open again", self._state.session_id)
                 return
 
     def _open(self, timeout: float) -> StepStream:

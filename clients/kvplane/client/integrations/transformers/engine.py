@@ -20,6 +20,7 @@ from kvplane.client.integrations.transformers.queues import Queues
 from kvplane.client.integrations.transformers.requests import Event, Output, Request, SamplingParams
 from kvplane.client.integrations.transformers.scheduler import Scheduler
 from kvplane.client.session import Session
+from kvplane.client.values import StepResult
 from kvplane.wire.errors import InvalidArgumentError, KvplaneError, PreconditionError
 
 Prompt = str | Sequence[int]
@@ -64,6 +65,8 @@ class Engine:
         self.model = model
         self.session = session
         self.compute = compute
+        self.outage_seconds = 60.0
+        """How long a cache service that is away is waited for."""
         self.timings: deque[StepTiming] = deque(maxlen=4096)
         """Of the newest iterations."""
         pool_tokens = (session.pool.num_blocks - 1) * session.block_tokens
@@ -254,7 +257,7 @@ class Engine:
 
     def _collect(self) -> None:
         try:
-            result = self.session.collect()
+            result = self._result()
         except KvplaneError as error:
             # What the service and this engine believe about the sequences differs from now on.
             self._broken = error
@@ -263,6 +266,17 @@ class Engine:
         self._completions.started(result.admitted, started)
         if started or result.changes:
             self._wait_seconds = 0.0
+
+    def _result(self) -> StepResult:
+        """The answer to the step, also when the cache service is away for a while: the session says so in its log, and
+        goes on where it was."""
+        deadline = time.monotonic() + self.outage_seconds
+        while True:
+            try:
+                return self.session.collect()
+            except (UnavailableError, DeadlineExceededError):
+                if time.monotonic() > deadline:
+                    raise
 
     def _back_off(self) -> None:
         """Nothing could be computed: all that is left waits for blocks, or for a prefix that is being published."""
