@@ -14,10 +14,9 @@ SMALL = [
 
 
 def main() -> None:
-    """Print `ready` and the children's pids, then wait for the end."""
+    """Print what is waited for, `ready` and the children's pids, then wait for the end."""
     processes.SHARED_MEMORY = Path(sys.argv[1])
-    print("begin", flush=True)
-    with processes.running_pair(SMALL) as pair:
+    with processes.running_pair(SMALL, on_progress=lambda what: print(what, flush=True)) as pair:
         print("ready", *pair.pids, flush=True)
         time.sleep(600)
 

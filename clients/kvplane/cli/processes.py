@@ -330,18 +330,20 @@ def running_pair(
     Raises `UnavailableError` or `DeadlineExceededError` when the pool does not open; nothing is left running then.
     """
     with Interrupts() as interrupts:
-        pair = RunningPair(
-            compute,
-            num_shards,
-            address,
-            pool_id,
-            memory_folder,
-            cache,
-            environment or {},
-            on_line,
-            on_progress,
-            interrupts,
-        )
+        # Looking for a temporary folder makes a file there for a moment.
+        with interrupts.shield():
+            pair = RunningPair(
+                compute,
+                num_shards,
+                address,
+                pool_id,
+                memory_folder,
+                cache,
+                environment or {},
+                on_line,
+                on_progress,
+                interrupts,
+            )
         # Twice, since a signal may come in between a `finally` and its first call. After one has raised, no other does.
         try:
             try:
