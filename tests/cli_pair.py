@@ -4,7 +4,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvplane.cli import processes
+from kvplane.cli import pair
+from kvplane.cli.processes import running_pair
 
 SMALL = [
     *("--weights-revision", "w", "--num-layers", "2", "--num-kv-heads", "2", "--head-dim", "16"),
@@ -14,11 +15,10 @@ SMALL = [
 
 
 def main() -> None:
-    """Print `ready` and the children's pids, then wait for the end."""
-    processes.SHARED_MEMORY = Path(sys.argv[1])
-    print("begin", flush=True)
-    with processes.running_pair(SMALL) as pair:
-        print("ready", *pair.pids, flush=True)
+    """Print what is waited for, `ready` and the children's pids, then wait for the end."""
+    pair.SHARED_MEMORY = Path(sys.argv[1])
+    with running_pair(SMALL, on_progress=lambda what: print(what, flush=True)) as started:
+        print("ready", *started.pids, flush=True)
         time.sleep(600)
 
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from cli.conftest import MODEL, Kvplane, Pair
+from cli_rig import MODEL, Kvplane, Pair
 from compute_engine import running, settings
 from service_rig import RunningService, wait_until
 from tensorless_shard import TensorlessShard

@@ -6,13 +6,12 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.conftest import Kvplane, Pair
+from cli_rig import MARK, Kvplane, Pair, marked
 from kvplane.cli import top
 from kvplane.cli.capacity import Deployment, plan
 from kvplane.cli.model import LayerGroup, ModelShape
@@ -21,7 +20,8 @@ from kvplane.client import revisions
 from kvplane.compute.config import load
 from kvplane.compute.identity import identity_of, max_blocks
 from kvplane.v1 import types_pb2
-from service_rig import wait_until
+from service_rig import RunningService, wait_until
+from tensorless_shard import TensorlessShard
 from wire_engine import A, B, WireEngine, admit, commit, finish, new_sequence
 
 COMMANDS = ("cache", "compute", "up", "check", "top", "plan")
@@ -133,17 +133,20 @@ def test_plan_of_layers_of_two_kinds(kvplane: Kvplane, tmp_path: Path) -> None:
     assert "--window-tokens" not in out
 
 
-def test_top_shows_what_the_pool_counts(kvplane: Kvplane, pair: Pair) -> None:
+def test_top_shows_what_the_pool_counts(kvplane: Kvplane, tmp_path: Path) -> None:
     """Blocks by state, hits, sequences; sessions and steps from the metrics."""
-    engine = WireEngine(pair.cache.control())
+    cache = RunningService(tmp_path)
+    shard = TensorlessShard(cache.address).start()
+    cache.wait_ready()
+    engine = WireEngine(cache.control())
     engine.step(admit=admit(new_sequence(A, range(40))))
     engine.step(commit=commit((A, 40)))
     engine.settle()
     engine.step(admit=admit(new_sequence(B, range(40))))
-    plane = pair.cache.server.plane
-    pair.cache.on_loop(lambda: plane.metrics.refresh(plane.pools.values(), plane.clock()))
-    url = f"http://127.0.0.1:{pair.cache.server.metrics_port}/metrics"
-    out = kvplane("top", "--address", pair.address, "--metrics", url).out
+    plane = cache.server.plane
+    cache.on_loop(lambda: plane.metrics.refresh(plane.pools.values(), plane.clock()))
+    url = f"http://127.0.0.1:{cache.server.metrics_port}/metrics"
+    out = kvplane("top", "--address", cache.address, "--metrics", url).out
     assert "default  READY  1 of 1 shards  63 blocks" in out
     assert "held 4  ▓ cached 0  ▒ quarantined 0  ░ free 59" in out
     assert "40.0%  32 of 80 tokens" in out
@@ -151,10 +154,11 @@ def test_top_shows_what_the_pool_counts(kvplane: Kvplane, pair: Pair) -> None:
     assert f"{engine.step_id} of all pools" in out
     assert "sessions     1" in out
     engine.step(finish=finish(A, B))
-    assert (
-        "no metrics at" in kvplane("top", "--once", "--address", pair.address, "--metrics", "http://127.0.0.1:1/").out
-    )
-    assert kvplane("top", "--address", pair.address, "--pool-id", "other").status == 1
+    nothing = "http://127.0.0.1:1/"
+    assert f"no metrics at {nothing}" in kvplane("top", "--once", "--address", cache.address, "--metrics", nothing).out
+    assert kvplane("top", "--address", cache.address, "--pool-id", "other").status == 1
+    shard.stop()
+    cache.stop()
 
 
 def test_top_on_a_terminal(pair: Pair) -> None:
@@ -213,21 +217,21 @@ def test_rates_come_from_two_readings() -> None:
     assert "/s)" not in text(reading(12.0, 150, epoch=2), reading(10.0, 100))
 
 
-@pytest.mark.parametrize("service", ["cache", "compute"])
-def test_services_have_their_own_help_and_errors(service: str) -> None:
+def test_services_have_their_own_help_and_errors() -> None:
     """All arguments pass through, and the exit status comes back."""
-    helping, failing = command(service, "--help"), command(service, "--no-such-flag", "1")
+    helping, failing = command("compute", "--help"), command("cache", "--no-such-flag", "1")
     out, _ = helping.communicate(timeout=30)
     assert helping.returncode == 0
-    assert f"usage: kvplane-{service}" in out
+    assert "usage: kvplane-compute" in out
     _, err = failing.communicate(timeout=30)
     assert failing.returncode == 2
     assert "--no-such-flag" in err
 
 
 def up(tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
+    """`kvplane up` with a small pool; the folder marks its processes."""
     given = ("--memory", "512KiB", "--weights-revision", "w", "--threads", "1", "--address", f"unix:{tmp_path}/c.sock")
-    return command("up", *SHAPE, *given, *more)
+    return command("up", *SHAPE, *given, *more, **{MARK: str(tmp_path), "TMPDIR": str(tmp_path)})
 
 
 def test_up_serves_and_leaves_nothing(tmp_path: Path, kvplane: Kvplane) -> None:
@@ -254,7 +258,8 @@ def test_up_serves_and_leaves_nothing(tmp_path: Path, kvplane: Kvplane) -> None:
         rest = errors.read()
     assert process.wait(20) == 0
     assert f"nothing is left but {tmp_path}/memory" in rest
-    assert kvplane("check", "--address", f"unix:{tmp_path}/c.sock").status == 1
+    assert not marked(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
     assert process.stdout is not None
     process.stdout.close()
 
@@ -266,11 +271,14 @@ def test_up_says_why_it_ends(tmp_path: Path, pair: Pair) -> None:
     assert taken.returncode == 1
     assert "another process listens" in err.splitlines()[-1]
     early = up(tmp_path)
-    time.sleep(0.6)
+    assert early.stderr is not None
+    assert early.stderr.readline() == "starting the services\n"
     early.send_signal(signal.SIGTERM)
     _, err = early.communicate(timeout=30)
-    assert early.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
-    wait_until(lambda: not (tmp_path / "c.sock").exists(), "its socket is gone")
+    assert early.returncode == 128 + signal.SIGTERM
+    assert err.endswith("stopped before the pool was open; nothing is left\n")
+    wait_until(lambda: not marked(str(tmp_path)), "all its processes are gone")
+    assert not list(tmp_path.iterdir())
 
 
 def model_files(folder: Path, weights: bytes) -> Path:

@@ -8,7 +8,7 @@ import typer
 
 from kvplane.cli import capacity, checks, console, options, plan, services, sizes, top, up
 from kvplane.cli.model import ModelShape
-from kvplane.cli.processes import SHARED_MEMORY
+from kvplane.cli.pair import SHARED_MEMORY
 from kvplane.client import revisions
 from kvplane.wire.addresses import cache_address, socket_path
 from kvplane.wire.errors import InvalidArgumentError

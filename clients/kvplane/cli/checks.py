@@ -142,7 +142,9 @@ def _cache_service(connection: Connection, channel: grpc.Channel) -> Finding:
         answer = health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
     except grpc.RpcError as failed:
         error = from_rpc_error(failed)
-        return Finding(name, False, f"no cache service at {connection.address}: {reason(error)}", START_HINT)
+        tls = connection.tls_ca is None and socket_path(connection.address) is None
+        hint = f"{START_HINT}; if it has TLS, give --tls-ca, --tls-certificate, --tls-key" if tls else START_HINT
+        return Finding(name, False, f"no cache service at {connection.address}: {reason(error)}", hint)
     except OSError as error:
         return Finding(name, False, f"{error.filename}: {error.strerror}", "give readable PEM files")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:

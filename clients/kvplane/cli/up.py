@@ -11,7 +11,7 @@ from rich.status import Status
 
 from kvplane.cli import console
 from kvplane.cli.capacity import CapacityPlan
-from kvplane.cli.logs import event_of
+from kvplane.cli.logs import event_of, last_words
 from kvplane.cli.plan import compute_flags
 from kvplane.cli.processes import RunningPair, running_pair
 from kvplane.cli.sizes import format_bytes
@@ -127,7 +127,7 @@ def _watch(pair: RunningPair) -> None:
         for child in (pair.cache, *pair.computes):
             if not child.alive:
                 raise UnavailableError(
-                    f"{child.name} ended with status {child.status}",
-                    metadata={"hint": "its last lines are above; `kvplane up` starts both again"},
+                    f"{child.name} ended with status {child.status}: {last_words(child.lines)}",
+                    metadata={"hint": "both services are stopped; `kvplane up` starts them again"},
                 )
         time.sleep(WATCH_SECONDS)
