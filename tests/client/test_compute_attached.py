@@ -340,6 +340,7 @@ def test_arguments_are_checked_first(pool: Rig) -> None:
     ):
         with pytest.raises(error):
             engine.compute.plan(*arguments, num_query_heads=8)
+    options: dict[str, Any]
     for options in (
         {"num_query_heads": 3},
         {"num_query_heads": 8, "soft_cap": -1.0},

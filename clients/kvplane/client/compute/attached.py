@@ -22,6 +22,7 @@ from kvplane.client.compute.copies import run_copies
 from kvplane.client.compute.holds import Holds
 from kvplane.client.compute.memory import MappedShard, map_shard
 from kvplane.client.compute.topology import Topology, at_shard
+from kvplane.client.compute.work import Works
 from kvplane.client.state import SessionState
 from kvplane.client.values import BlockCopy
 from kvplane.v1 import compute_pb2, types_pb2
@@ -67,6 +68,7 @@ class AttachedCompute:
         with ExitStack() as undo:
             self._attachments = self._attach(undo, credentials, timeout_seconds, rank)
             self._holds = Holds(self.shards)
+            self.works = Works(self.topology, self.shards)
             self._listeners = [
                 threading.Thread(target=self._listen, args=(index,), name=f"kvplane-attached-{index}", daemon=True)
                 for index in range(len(self._attachments))
@@ -145,6 +147,7 @@ class AttachedCompute:
         for attachment in self._attachments:
             attachment.close()
         self._holds.forget()
+        self.works.forget()
         for shard in self.shards:
             shard.close()
         self.shards.clear()
