@@ -201,7 +201,10 @@ def test_nothing_is_launched_on_an_old_lease(pool: Rig) -> None:
     engine = pool.engine()
     sequence = engine.admit(TOKENS)
     lease = engine.session.state.lease
-    lease.renewed_at -= lease.ttl_seconds / 2
+    with plan(engine, sequence, new=10) as opened:
+        lease.renewed_at -= lease.ttl_seconds / 2
+        with pytest.raises(LaunchPausedError):
+            opened.run(0, *pool.oracle.rows(TOKENS, 0, 10, 0))
     with pytest.raises(LaunchPausedError):
         engine.forward(sequence)
     engine.session.run(engine.session.draft())

@@ -91,7 +91,6 @@ class AttachedCompute:
         windows: Mapping[int, int | None] | None = None,
     ) -> AttachedPlan:
         """See `Compute.plan`."""
-        self._state.check_usable()
         self.topology.check_query_heads(num_query_heads)
         own = self.topology.window_tokens
         options = Options(num_query_heads, scale, soft_cap, own if window is None else window, dict(windows or {}))
@@ -118,12 +117,15 @@ class AttachedCompute:
             raise
 
     def check_launch(self) -> None:
-        """Raises why nothing may be launched: `PreconditionError` when closed, `SessionExpiredError` when a shard said
-        that the lease is over, `PoolLostError` when it gave the memory up, `UnavailableError` when it went away."""
+        """Raises why nothing may be launched: `SessionClosedError`, `ForkedProcessError`, `PreconditionError` when this
+        is closed, `SessionExpiredError` when a shard said that the lease is over, `PoolLostError` when it gave the
+        memory up, `UnavailableError` when it went away, `LaunchPausedError` when the lease is too old."""
+        self._state.check_usable()
         if self._closed:
             raise PreconditionError("the compute access is closed")
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.with_traceback(None)
+        self._state.lease.check()
 
     def plan_closed(self, plan: AttachedPlan | None, token: int) -> None:
         """A plan ended, or was not made."""
