@@ -166,11 +166,11 @@ def test_a_newer_occupant_stops_the_launch(fresh: Rig) -> None:
         assert refused.value.metadata["shard"] == "1"
         assert [each.stamps.tolist() for each in pools] == [each.tolist() for each in before]
     assert engine.session.state.work.open_plans == 0
+    kept = engine.admit([7, 7, 7])
     engine.finish(sequence)
-    again = engine.admit([7, 7, 7])
-    pools[1].stamps[list(named(engine, again))] = 0
-    engine.forward(again)
-    engine.finish(again)
+    engine.forward(kept)
+    assert pools[1].stamps[block] == newer
+    engine.finish(kept)
 
 
 def test_a_newer_control_plane_stops_the_launch(fresh: Rig) -> None:

@@ -75,6 +75,11 @@ class ShardLink:
             self._grants.clear()
         self._grants.extend(grants)
 
+    @property
+    def waiting_grants(self) -> int:
+        """Grants that are not known to be applied."""
+        return len(self._grants)
+
     def apply_grants(self, *, leave: int = 0) -> None:
         """Have the shard apply grants, until no more than `leave` wait. Raises what refuses one of them."""
         while len(self._grants) > leave:
