@@ -87,8 +87,12 @@ RPCS: dict[str, Built | CallerOnly | NotBuilt] = {
         "kvplane.cache.twin:InProcessCacheControl.step",
     ),
     "kvplane.v1.CacheService/WatchEvents": NOT_BUILT,
-    "kvplane.v1.ComputeService/Attach": Built("kvplane.compute.servicers:ComputeServicer.Attach", None),
-    "kvplane.v1.ComputeService/Execute": Built("kvplane.compute.servicers:ComputeServicer.Execute", None),
+    "kvplane.v1.ComputeService/Attach": Built(
+        "kvplane.compute.servicers:ComputeServicer.Attach", "kvplane.client.compute.attach_socket:attach"
+    ),
+    "kvplane.v1.ComputeService/Execute": Built(
+        "kvplane.compute.servicers:ComputeServicer.Execute", "kvplane.client.compute.stream:ShardStream.__init__"
+    ),
     "kvplane.v1.ComputeService/GetShard": Built("kvplane.compute.servicers:ComputeServicer.GetShard", None),
     "kvplane.v1.ComputeService/ReadBlocks": Built("kvplane.compute.servicers:ComputeServicer.ReadBlocks", None),
     "kvplane.v1.ComputeService/WriteBlocks": Built("kvplane.compute.servicers:ComputeServicer.WriteBlocks", None),

@@ -9,12 +9,21 @@ import grpc
 from kvplane.v1 import cache_pb2
 from kvplane.v1.cache_pb2_grpc import CacheServiceStub
 from kvplane.wire.addresses import cache_address
-from kvplane.wire.errors import CancelledError, DeadlineExceededError, KvplaneError
+from kvplane.wire.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    KvplaneError,
+    UnavailableError,
+)
 from kvplane.wire.interface import DEFAULT_TIMEOUT_SECONDS
 from kvplane.wire.options import channel_options
 from kvplane.wire.status import from_rpc_error
 
 Response = TypeVar("Response")
+_TRANSPORT_FAILED = "Internal error from Core"
+"""What grpc.aio says when a connection breaks under a read: no error of the server's."""
+
 StepCall = grpc.aio.StreamStreamCall[cache_pb2.StepRequest, cache_pb2.StepResponse]
 
 
@@ -86,6 +95,8 @@ class AioStepStream:
             error = from_rpc_error(failed)
         except asyncio.CancelledError:
             error = CancelledError("the stream was closed")
+        if isinstance(error, InternalError) and error.message == _TRANSPORT_FAILED:
+            error = UnavailableError("the connection broke")
         self._error = error
         self._responses.put_nowait(error)
 

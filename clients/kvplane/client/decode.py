@@ -108,6 +108,7 @@ def copies(messages: Iterable[types_pb2.Transfer], step_id: int) -> tuple[BlockC
             int(unpack_u32("destination.block_ids", each.destination[0].block_ids, 1)[0]),
             int(unpack_u32("slots", each.slots, 1)[0]),
             step_id,
+            int(unpack_u64("destination.generations", each.destination[0].generations, 1)[0]),
         )
         for each in messages
     )

@@ -93,6 +93,13 @@ class DeviceWork:
 
     # Table changes
 
+    def keep_changes(self) -> None:
+        """Keep changes from now on, and forget older ones but for copies that are not known to be done."""
+        self.keeps_changes = True
+        self._granted.clear()
+        self._released.clear()
+        self._to_copy = self.copies_pending()
+
     def granted(self, ids: I64, generations: U64) -> None:
         """Table entries were added."""
         if self.keeps_changes:

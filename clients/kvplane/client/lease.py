@@ -1,4 +1,4 @@
-"""How long a session may still act on what it was granted (design: nothing is launched later than ttl/2 after a renewal)."""
+"""How long a session may still act on what it was granted: nothing is launched later than ttl/2 after a renewal."""
 
 import time
 from collections.abc import Callable

@@ -17,6 +17,9 @@ U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
+RUNS = (SequenceState.RUNNING, SequenceState.STALLED)
+"""States in which a sequence has a table."""
+
 ROW_MASK = 0xFFFF_FFFF
 _FIRST_COLUMNS = 64
 
@@ -112,7 +115,7 @@ class SequenceTable:
     def fork(self, parent_id: int, child_ids: Sequence[int]) -> None:
         """Children with the parent's tokens and committed length."""
         parent = self.row(parent_id)
-        tokens, running = self.tokens_of(parent_id), self.state[parent] == SequenceState.RUNNING
+        tokens, running = self.tokens_of(parent_id), self.state[parent] in RUNS
         for child_id in child_ids:
             child = row_of(child_id)
             self._open(child_id, tokens)

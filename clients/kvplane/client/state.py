@@ -120,15 +120,15 @@ class SessionState:
     # Device work, for compute access
 
     def track_plans(self) -> None:
-        """Completion follows plans from now on, and table changes are kept for `take_changes`."""
+        """Completion follows plans from now on, and table changes are kept for `take_changes`, which begins with
+        everything that the tables name now: a compute access is new, whatever an earlier one was told."""
         self.work.automatic = True
-        if not self.work.keeps_changes:
-            self.work.keeps_changes = True
-            table = self.sequences
-            for row in table.rows_in_use.tolist():
-                held = table.blocks[row, : table.num_blocks[row]]
-                ids = held[held != 0].astype("int64")
-                self.work.granted(ids, table.generations[row, : len(held)][held != 0])
+        self.work.keep_changes()
+        table = self.sequences
+        for row in table.rows_in_use.tolist():
+            held = table.blocks[row, : table.num_blocks[row]]
+            ids = held[held != 0].astype("int64")
+            self.work.granted(ids, table.generations[row, : len(held)][held != 0])
 
     def plan_opened(self) -> int:
         """See `DeviceWork.plan_opened`."""

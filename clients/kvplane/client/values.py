@@ -145,6 +145,8 @@ class BlockCopy:
     num_slots: int
     """Leading token slots that hold something."""
     step_id: int
+    destination_generation: int
+    """Occupant that the copy is for: with another one in the destination it is not to be run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ def batch_of(
 ) -> Batch:
     """Raises `InvalidArgumentError` for lengths that do not fit each other or the slots granted, and `NotGrantedError`
     for a sequence that is not one of the session's."""
-    ids = _integers("sequence_ids", sequence_ids, np.uint64)
-    queries = _integers("query_lengths", query_lengths, np.int64)
-    lengths = _integers("kv_lengths", kv_lengths, np.int64)
+    ids = _integers("sequence_ids", sequence_ids).astype(np.uint64)
+    queries = _integers("query_lengths", query_lengths).astype(np.int64)
+    lengths = _integers("kv_lengths", kv_lengths).astype(np.int64)
     if not len(ids) == len(queries) == len(lengths):
         sizes = f"{len(ids)} sequences, {len(queries)} query lengths, {len(lengths)} KV lengths"
         raise InvalidArgumentError.of("query_lengths", f"one of each per sequence expected, got {sizes}")
@@ -88,10 +88,10 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int, int, int]) -> None:
         raise InvalidArgumentError.of(name, f"shape {shape} expected, got {tuple(rows.shape)}")
 
 
-def _integers(name: str, values: npt.ArrayLike, dtype: type[np.integer]) -> npt.NDArray[np.integer]:
+def _integers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgumentError.of(name, f"a list of integers expected, got {array.dtype} of shape {array.shape}")
     if array.size and array.dtype.kind == "i" and int(array.min()) < 0:
         raise InvalidArgumentError.of(name, f"{array.min()} is negative")
-    return array.astype(dtype)
+    return array

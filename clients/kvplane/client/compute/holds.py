@@ -61,19 +61,15 @@ class Holds:
         """Copies from these blocks were launched; they have completed when `step` has."""
         self._releases.append((step, source_ids))
 
-    def named_by_tables(self, block_id: int) -> bool:
-        """Whether some table entry or launched work still names a block."""
-        return bool(self._counts[block_id])
-
-    def generation(self, block_id: int) -> int:
-        """Newest generation that a block was granted with; 0 for none."""
-        return int(self._named[block_id])
+    def is_current(self, block_id: int, generation: int) -> bool:
+        """Whether the newest occupant granted of a block is this one, and is still named."""
+        return bool(self._counts[block_id]) and int(self._named[block_id]) == generation
 
     def stamp(self) -> None:
         """Stamp new occupants on all shards, then read the shards' incarnations once more.
 
-        Raises `StaleGenerationError` when a block has a newer occupant and `StaleEpochError` when a shard follows a newer
-        control plane than the one that granted: nothing may be launched then, and the next call compares again.
+        Raises `StaleGenerationError` when a block has a newer occupant and `StaleEpochError` when a shard follows a
+        newer control plane than the one that granted: nothing may be launched then, and the next call compares again.
         """
         if self._unstamped:
             ids = np.unique(np.concatenate(self._unstamped))

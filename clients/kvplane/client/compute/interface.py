@@ -41,9 +41,9 @@ class ComputePlan(Protocol):
     ) -> Tensor:
         """Write this step's keys and values, then attend; returns `out` or a new tensor, shaped as the query.
 
-        `query` [tokens, query heads, head_dim] of any float dtype the pool may have; `key` and `value` [tokens, KV heads,
-        head_dim] in the pool's dtype. `scale` replaces the plan's for this call. Raises `InvalidArgumentError` for
-        shapes, dtypes and layers, and what ends a lease or a shard; then nothing was launched on the shard named.
+        `query` [tokens, query heads, head_dim] of any float dtype that a pool may have; `key` and `value`
+        [tokens, KV heads, head_dim] in the pool's dtype. `scale` replaces the plan's for this call. Raises
+        `InvalidArgumentError` for shapes, dtypes and layers, and what ended the lease, the plan or the shard named.
         """
         ...
 
@@ -54,7 +54,7 @@ class ComputePlan(Protocol):
     def attend(
         self, layer: int, query: Tensor, out: Tensor | None = None, *, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend alone; returns (out, lse): lse float32 [tokens, query heads], natural logarithms. Raises like `run`."""
+        """Attend alone; returns (out, lse), lse float32 [tokens, query heads], natural logarithm. Raises like `run`."""
         ...
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -57,17 +58,14 @@ class MappedShard:
         self.hold_map = self.hold_map[:0].copy()
         self.header = self.header.copy()
         while self.mappings:
-            mapping = self.mappings.pop()
-            try:
-                mapping.close()
-            except BufferError:
-                continue
+            with suppress(BufferError):
+                self.mappings.pop().close()
 
 
 def map_shard(attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index: int) -> MappedShard:
     """Open every handle of a reply. Raises, with the shard named: `PreconditionError` (reason `HANDLE_NOT_OPENED`),
-    `UnsupportedFeatureError` for memory of a kind that this installation does not open, `StaleEpochError` when the shard
-    or its pool is another than the session's, `IdentityMismatchError` when it does not hold what it should."""
+    `UnsupportedFeatureError` for memory of a kind that this installation does not open, `StaleEpochError` when the
+    shard or its pool is another than the session's, `IdentityMismatchError` when it does not hold what it should."""
     try:
         return _map(attachment, pool, topology, index)
     except KvplaneError as error:

@@ -1,0 +1,46 @@
+"""Fixtures of the SDK's tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client_rig import NUM_BLOCKS, AnySession, BlockingAsyncSession, LoopThread, OpenSession, Running
+from kvplane.client import AsyncSession, Session
+from service_rig import RunningService
+from tensorless_shard import TensorlessShard
+
+
+@pytest.fixture
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A service; its invariants are proved at the end. `@pytest.mark.parametrize("running", [blocks], indirect=True)`
+    gives it another number of blocks."""
+    service = RunningService(tmp_path, watermark=0.0)
+    shard = TensorlessShard(service.address, num_blocks=getattr(request, "param", NUM_BLOCKS)).start()
+    service.wait_ready()
+    yield Running(service, shard)
+    service.check_integrity()
+    shard.stop()
+    service.stop()
+
+
+@pytest.fixture(params=["sync", "asyncio"])
+def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
+    """Opens sessions of either kind; all are closed at the end."""
+    loop = LoopThread() if request.param == "asyncio" else None
+    sessions: list[AnySession] = []
+
+    def make(**options: Any) -> AnySession:
+        if loop is None:
+            made: AnySession = Session.open(**options)
+        else:
+            made = BlockingAsyncSession(loop, loop.run(AsyncSession.open(**options)))
+        sessions.append(made)
+        return made
+
+    yield make
+    for session in sessions:
+        session.close()
+    if loop is not None:
+        loop.stop()
