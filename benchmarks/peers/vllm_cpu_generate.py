@@ -2,8 +2,8 @@
 
     PEER/bin/python benchmarks/peers/vllm_cpu_generate.py MODEL_FOLDER THREADS
 
-In: a JSON line {"prompts": [[token ids]], "outputs": [tokens]} each. Out: first {"version"}, then {"seconds"} a line. Eager,
-bfloat16, prefix caching on as it comes, everything in one process so that nothing runs between workloads.
+In: a JSON line {"prompts": [[token ids]], "outputs": [tokens]} each. Out: first {"version"}, then {"seconds"} a line.
+Eager, bfloat16, prefix caching on as it comes, everything in one process so that nothing runs between workloads.
 """
 
 import json

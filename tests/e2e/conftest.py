@@ -10,14 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_rig import Pool, on_kvplane, pool_for, tiny_llama
+from kvplane import kernels
 from kvplane.client.integrations.transformers import LoadedModel, default_model, load_model
 
 TEXTS = Path(__file__).parents[2] / ".." / "shared" / "data" / "agent_text.jsonl"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    """Models this small wait for their threads more than they compute, and the services need a core as well."""
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +53,7 @@ def plain_smollm() -> PreTrainedModel:
     """SmolLM2 in float32 with transformers' own attention."""
     folder = default_model()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +66,7 @@ def texts() -> list[str]:
         return [text for text in found if text]
     subjects = ["the order", "a flight to Rome", "the parser's tests", "my account", "two blue lamps", "the build"]
     return [
-        f"User: I have a question about {subject}. " + f"It concerns item {index} and what happens next. " * (1 + index % 9)
+        f"User: I have a question about {subject}. "
+        + f"It concerns item {index} and what happens next. " * (1 + index % 9)
         for index, subject in enumerate(subjects * 6)
     ]

@@ -40,7 +40,9 @@ def flatten(sequences: list[Sequence], counts: list[int]) -> Batch:
         tokens = np.array([each.tokens[each.computed] for each in sequences], np.int64)
         positions = starts
     else:
-        parts = [each.tokens[each.computed : each.computed + count] for each, count in zip(sequences, counts, strict=True)]
+        parts = [
+            each.tokens[each.computed : each.computed + count] for each, count in zip(sequences, counts, strict=True)
+        ]
         tokens = np.concatenate(parts)
         positions = np.arange(len(tokens)) - np.repeat(last_rows + 1 - lengths - starts, lengths)
     whole = [place for place, each in enumerate(sequences) if each.computed + counts[place] == each.known]

@@ -57,7 +57,9 @@ class Completions:
         """End a request; its completions are what came until now. Raises `NotFoundError` for one that is over."""
         group = self._groups.get(request_id)
         if group is None:
-            raise NotFoundError(f"request {request_id} is finished or was never added", metadata={"request": str(request_id)})
+            raise NotFoundError(
+                f"request {request_id} is finished or was never added", metadata={"request": str(request_id)}
+            )
         events = [self._end(each, (), "", FinishedBy.ABORT) for each in group.sequences if each.finished_by is None]
         self._queues.forks = [fork for fork in self._queues.forks if fork[0].group is not group]
         return events

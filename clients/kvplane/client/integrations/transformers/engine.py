@@ -49,8 +49,8 @@ class StepTiming:
 class Engine:
     """Serves requests to one model on one pool. Use it from one thread, as a context manager.
 
-    `generate` answers prompts; `stream` tells tokens as they come; `add`, `step` and `abort` put it under a server's own
-    loop. Tokens are those of plain transformers, whatever is batched, cached or preempted.
+    `generate` answers prompts; `stream` tells tokens as they come; `add`, `step` and `abort` put it under a server's
+    own loop. Tokens are those of plain transformers, whatever is batched, cached or preempted.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Engine:
         """On a session and a compute access that are open; they stay the caller's. See `open`."""
         if max_running < 1 or max_batch_tokens < max_running:
             raise InvalidArgumentError.of(
-                "max_batch_tokens", f"must be at least max_running, and that at least 1: {max_batch_tokens}, {max_running}"
+                "max_batch_tokens",
+                f"must be at least max_running, and that at least 1: {max_batch_tokens}, {max_running}",
             )
         self.model = model
         self.session = session
@@ -107,9 +108,9 @@ class Engine:
 
         `model`: a local folder, a loaded model, or None for SmolLM2-135M-Instruct. `address` is the cache service's
         (default: `$KVPLANE_ADDRESS`, or the socket in the runtime directory). `max_batch_tokens` are computed in one
-        forward pass at most; `max_running` sequences run at the same time at most. `wait_seconds`: how long to wait for a
-        pool that is not there yet. Raises `IdentityMismatchError` when
-        the pool holds another model's cache, and what `load_model`, `Session.open` and `open_compute` raise.
+        forward pass at most; `max_running` sequences run at the same time at most. `wait_seconds`: how long to wait for
+        a pool that is not there yet. Raises `IdentityMismatchError` when the pool holds another model's cache, and what
+        `load_model`, `Session.open` and `open_compute` raise.
         """
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
         with ExitStack() as resources:
@@ -134,7 +135,7 @@ class Engine:
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)
-            engine._resources = resources.pop_all()  # noqa: SLF001 - its own class
+            engine._resources = resources.pop_all()
         return engine
 
     # Whole prompts

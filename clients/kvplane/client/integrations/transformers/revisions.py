@@ -1,6 +1,7 @@
-"""What identifies a model and a tokenizer: digests over their files, so that two folders with equal bytes share a cache.
+"""What identifies a model and a tokenizer: digests over their files.
 
-SHA-256 of a file is remembered in a side file by size and modification time: a folder is read whole only once.
+So two folders with equal bytes share a cache, wherever they are. SHA-256 of a file is remembered in a side file by
+size and modification time: a folder is read whole only once.
 """
 
 import hashlib

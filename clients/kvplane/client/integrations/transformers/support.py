@@ -68,7 +68,11 @@ def _check_configuration(model: PreTrainedModel) -> None:
 def _shape(model: PreTrainedModel, recorder: _Recorder) -> AttentionShape:
     name, config = type(model).__name__, model.config
     layers = len(recorder.calls)
-    if layers == 0 or set(recorder.calls) != set(range(layers)) or layers != getattr(config, "num_hidden_layers", layers):
+    if (
+        layers == 0
+        or set(recorder.calls) != set(range(layers))
+        or layers != getattr(config, "num_hidden_layers", layers)
+    ):
         raise UnsupportedFeatureError(f"{name}: {layers} layers use the attention interface, not all")
     common = {(call.scale, call.soft_cap) for call in recorder.calls.values()}
     if len(common) != 1 or len(recorder.shapes) != 1:
