@@ -46,6 +46,8 @@ def make(name: str) -> Path:
             run(*pip, "--no-deps", "-r", PINS / spec["exact"])
         else:
             run(*pip, "-c", PINS / spec["pins"], *spec["packages"])
+            if "alone" in spec:
+                run(*pip, "--no-deps", "-c", PINS / spec["pins"], *spec["alone"])
         stamp.write_text(key)
     return python
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class Pool:
         self.num_blocks = num_blocks
 
     @contextmanager
-    def engine(self, mode: str = "attached", **options: Any) -> Iterator[Engine]:
+    def engine(self, mode: Literal["attached", "remote"] = "attached", **options: Any) -> Iterator[Engine]:
         """An engine on the pool; when it leaves, nothing of it may be left in the pool."""
         with Engine.open(self.model, mode=mode, address=self.service.address, **options) as engine:
             yield engine

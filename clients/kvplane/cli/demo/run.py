@@ -13,7 +13,8 @@ from rich.table import Table
 from kvplane.cli import console
 from kvplane.cli.demo import prompts, scenes
 from kvplane.cli.demo.scenes import Answer
-from kvplane.cli.processes import RunningPair, running_pair
+from kvplane.cli.pair import RunningPair
+from kvplane.cli.processes import running_pair
 from kvplane.v1 import types_pb2
 from kvplane.wire.errors import DataLossError, InternalError
 

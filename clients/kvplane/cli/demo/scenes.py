@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvplane.cli.child import Child
 from kvplane.cli.demo import prompts
 from kvplane.cli.demo.lines import hear, tell
-from kvplane.cli.processes import RunningPair
+from kvplane.cli.pair import RunningPair
 from kvplane.v1 import types_pb2
 from kvplane.wire.errors import DataLossError, DeadlineExceededError
 

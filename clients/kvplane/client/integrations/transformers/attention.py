@@ -1,9 +1,9 @@
 """The attention implementation "kvplane": keys and values go to the pool, and the pool's blocks are attended.
 
-A model calls it through transformers' `AttentionInterface` with the new tokens of all sequences of a batch flattened into
-one row: query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]. What belongs to which sequence
-stands in the plan, which travels as the keyword `kvplane` of the forward pass. No mask is built: transformers builds none
-for an implementation without a mask function, and the plan is causal.
+A model calls it through transformers' `AttentionInterface` with the new tokens of all sequences of a batch flattened
+into one row: query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]. What belongs to which
+sequence stands in the plan, which travels as the keyword `kvplane` of the forward pass. No mask is built: transformers
+builds none for an implementation without a mask function, and the plan is causal.
 """
 
 from collections.abc import Mapping
@@ -98,8 +98,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """One layer of a forward pass; returns ([1, tokens, heads, head_dim], None).
 
-    Raises `InvalidArgumentError` without a context or with a batch dimension, and `UnsupportedFeatureError` for what the
-    kernels do not have.
+    Raises `InvalidArgumentError` without a context or with a batch dimension, and `UnsupportedFeatureError` for what
+    the kernels do not have.
     """
     if kvplane is None or query.shape[0] != 1:
         raise InvalidArgumentError.of("kvplane", "a forward pass needs a context and flattened inputs [1, tokens]")

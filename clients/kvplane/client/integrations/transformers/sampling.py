@@ -10,7 +10,7 @@ from kvplane.client.integrations.transformers.requests import SamplingParams
 
 
 class Sampler:
-    """Draws the tokens of one completion. The same seed and logits give the same tokens, whatever else is in the batch."""
+    """Draws the tokens of one completion: the same from the same seed and logits, whatever else is in the batch."""
 
     def __init__(self, params: SamplingParams, index: int) -> None:
         self.params = params

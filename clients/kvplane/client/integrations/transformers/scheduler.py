@@ -1,8 +1,9 @@
 """Which tokens are computed next, and what the cache service is told about it, one step ahead.
 
-Iteration i: `plan` writes step i (tokens sampled and KV written by forward pass i-1, slots for forward pass i+1, requests
-that may start) and picks the batch of forward pass i from slots that the results up to i-1 granted. The engine sends the
-step, runs the batch, and hands the step's result to the queues. So no forward pass waits for the cache service.
+Iteration i: `plan` writes step i (tokens sampled and KV written by forward pass i-1, slots for forward pass i+1,
+requests that may start) and picks the batch of forward pass i from slots that the results up to i-1 granted. The
+engine sends the step, runs the batch, and hands the step's result to the queues. So no forward pass waits for the
+cache service.
 """
 
 import numpy as np
@@ -107,7 +108,7 @@ class Scheduler:
                 for child in children:
                     queues.wait(child)
                 continue
-            # A child begins with what its parent has reported: the token sampled for the parent must not be in that yet.
+            # A child begins with what its parent has reported: not with the token just sampled for the parent.
             forking.add(parent)
             prompt = parent.computed
             if parent.committed < prompt:
