@@ -71,7 +71,7 @@ def test_foreign_distributions_of_our_folder_names_break_nothing() -> None:
 
 
 def test_the_wheel_holds_all_portions_and_nothing_else() -> None:
-    """One top-level package, `kvplane`, with every portion's py.typed, and the services' commands."""
+    """One top-level package, `kvplane`, with every portion's py.typed, and the commands."""
     python = environment("client")
     listing = subprocess.run(
         [str(python), "-c", "import importlib.metadata as m; print('\\n'.join(map(str, m.files('kvplane'))))"],
@@ -80,7 +80,7 @@ def test_the_wheel_holds_all_portions_and_nothing_else() -> None:
         text=True,
     ).stdout.split()
     scripts = {Path(name).name for name in listing if name.startswith("..")}
-    assert scripts == {"kvplane-cache", "kvplane-compute"}
+    assert scripts == {"kvplane", "kvplane-cache", "kvplane-compute"}
     listing = [name for name in listing if not name.startswith("..")]
     tops = {Path(name).parts[0] for name in listing}
     assert tops == {"kvplane", next(top for top in tops if top.endswith(".dist-info"))}

@@ -66,9 +66,9 @@ def demo_command(
 ) -> None:
     """See it work: a real model generates through both services.
 
-    Two engine processes share a long system prompt; one is killed, a new one still hits; the cache service is killed and
-    generation goes on. Every text is compared with plain transformers, token by token. Needs the extras [compute] and
-    [transformers]. Leaves nothing behind, also when interrupted.
+    Two engine processes share a long system prompt; one is killed, a new one still hits; the cache service is killed
+    and generation goes on. Every text is compared with plain transformers, token by token. Needs the extras [compute]
+    and [transformers]. Leaves nothing behind, also when interrupted.
     """
     for name in ("cache", "compute"):
         services.require(name)

@@ -6,7 +6,6 @@ reaches the bytes; `kvplane.client.integrations` puts kvplane under existing eng
 
 from kvplane.client.async_session import AsyncSession
 from kvplane.client.draft import StepDraft
-from kvplane.client.errors import ForkedProcessError, LaunchPausedError, SessionClosedError
 from kvplane.client.session import Session
 from kvplane.client.values import (
     Admission,
@@ -24,7 +23,7 @@ from kvplane.client.values import (
     StepOperation,
     StepResult,
 )
-from kvplane.wire.errors import KvplaneError
+from kvplane.wire.errors import ForkedProcessError, KvplaneError, LaunchPausedError, SessionClosedError
 
 __all__ = [
     "Admission",

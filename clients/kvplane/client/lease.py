@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from kvplane.client.errors import LaunchPausedError
+from kvplane.wire.errors import LaunchPausedError
 
 
 class Lease:

@@ -56,8 +56,8 @@ class StepLink:
             return self._receive(deadline)
 
     def mend_idle(self, timeout: float) -> None:
-        """Resume a session that has nothing to lose, for an engine that sends no steps: one that does, resumes by itself
-        and learns at the same time what it lost."""
+        """Resume a session that has nothing to lose, for an engine that sends no steps. One that does resumes by
+        itself, and learns at the same time what it lost."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._state.idle:

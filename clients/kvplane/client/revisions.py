@@ -1,7 +1,7 @@
 """What identifies a model and a tokenizer in a folder: the hub's commit, or digests over the files' bytes.
 
-Engines and the operator's tools take them from here, so that both name the same pool. SHA-256 of a file is remembered in a
-side file by size and modification time: a folder is read whole only once.
+Engines and the operator's tools take them from here, so that both name the same pool. SHA-256 of a file is remembered
+in a side file by size and modification time: a folder is read whole only once.
 """
 
 import hashlib

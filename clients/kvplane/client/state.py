@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from kvplane.client import decode
 from kvplane.client.device_work import DeviceWork, TableChanges
 from kvplane.client.draft import StepDraft
-from kvplane.client.errors import ForkedProcessError, SessionClosedError
 from kvplane.client.lease import Lease
 from kvplane.client.operations import apply_draft
 from kvplane.client.redeclaration import after_cuts, apply_cuts, declaration, lower_for_copies
@@ -24,7 +23,7 @@ from kvplane.client.values import (
     StepResult,
 )
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import LimitExceededError
+from kvplane.wire.errors import ForkedProcessError, LimitExceededError, SessionClosedError
 from kvplane.wire.packed import pack_u64
 from kvplane.wire.status import from_status
 

@@ -159,6 +159,18 @@ class PoolLostError(PreconditionError):
     default_reason = "POOL_LOST"
 
 
+class SessionClosedError(PreconditionError):
+    """The session was closed in this process."""
+
+    default_reason = "SESSION_CLOSED"
+
+
+class ForkedProcessError(PreconditionError):
+    """The session belongs to the parent of this process: connections do not survive a fork."""
+
+    default_reason = "FORKED_PROCESS"
+
+
 class LimitExceededError(KvplaneError):
     """A hard limit is reached; `metadata` holds `limit` (its name) and `value`."""
 
@@ -185,6 +197,12 @@ class UnavailableError(KvplaneError):
 
     code = Code.UNAVAILABLE
     default_reason = "UNAVAILABLE"
+
+
+class LaunchPausedError(UnavailableError):
+    """The lease was not renewed for half its time to live, so nothing may be launched. The SDK goes on renewing it."""
+
+    default_reason = "LAUNCH_PAUSED"
 
 
 class DeadlineExceededError(KvplaneError):

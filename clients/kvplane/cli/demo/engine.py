@@ -1,6 +1,6 @@
 """One engine of the demo, in a process of its own.
 
-`python -m kvplane.cli.demo.engine NAME MODEL` (empty: SmolLM2-135M-Instruct); the cache service is at `$KVPLANE_ADDRESS`.
+`python -m kvplane.cli.demo.engine NAME MODEL` (empty: SmolLM2-135M-Instruct), with `$KVPLANE_ADDRESS` set.
 """
 
 import sys

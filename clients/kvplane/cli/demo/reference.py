@@ -17,7 +17,8 @@ from kvplane.client.integrations.transformers import default_model, load_tokeniz
 def main() -> None:
     """Answer each `{"messages": …, "max_new_tokens": n}` with its prompt's token ids and the tokens that follow."""
     folder = sys.argv[1] or default_model(lambda text: say("progress", text=text))
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.eval()
     tokenizer = load_tokenizer(folder)
     say("ready", folder=str(folder))
     for message in heard():

@@ -39,8 +39,8 @@ def run(model: str, compute_flags: list[str], model_name: str) -> None:
     if wrong:
         raise DataLossError(f"{', '.join(wrong)} did not answer what plain transformers answers")
     console.out.print(
-        f"\n[bold green]All {len(answers)} texts equal plain transformers token by token; nothing is left running, nothing "
-        f"in /dev/shm.[/] {time.monotonic() - started:.0f} s"
+        f"\n[bold green]All {len(answers)} texts equal plain transformers token by token; nothing is left running, "
+        f"nothing in /dev/shm.[/] {time.monotonic() - started:.0f} s"
     )
 
 
@@ -67,8 +67,8 @@ def _play(pair: RunningPair, model: str, say: scenes.OnProgress) -> list[Answer]
     _scene(
         say,
         "The cache service dies",
-        f"kill -9 {pair.cache.pid} (cache service) while C writes a long answer, then start it again. It has no journal: the "
-        "shards tell what they hold, C declares its sequence, and both go on.",
+        f"kill -9 {pair.cache.pid} (cache service) while C writes a long answer, then start it again. It has no "
+        "journal: the shards tell what they hold, C declares its sequence, and both go on.",
     )
     restarted: list[float] = []
 

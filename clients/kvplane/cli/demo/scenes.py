@@ -102,7 +102,7 @@ def ask(
 
 
 def settled(pair: RunningPair) -> types_pb2.Pool:
-    """The pool once nobody holds anything. Raises `DeadlineExceededError`, or `DataLossError` when blocks are missing."""
+    """The pool once nobody holds anything. Raises `DeadlineExceededError`; `DataLossError` when blocks are missing."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         pool = pair.pool()
@@ -111,7 +111,7 @@ def settled(pair: RunningPair) -> types_pb2.Pool:
             break
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
-                f"{stats.held_blocks} blocks are held and {stats.quarantined_blocks} quarantined after all engines ended"
+                f"{stats.held_blocks} blocks are held, {stats.quarantined_blocks} quarantined after all engines ended"
             )
         time.sleep(0.1)
     if stats.free_blocks + stats.cached_blocks != pool.num_blocks - 1:
