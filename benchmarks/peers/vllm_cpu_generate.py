@@ -6,6 +6,9 @@ In: a JSON line {"prompts": [[token ids]], "outputs": [tokens]} each. Out: first
 Eager, bfloat16, prefix caching on as it comes, everything in one process so that nothing runs between workloads.
 """
 
+# mypy: ignore-errors
+# pyright: basic, reportMissingImports=false
+
 import json
 import os
 import sys
