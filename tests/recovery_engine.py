@@ -184,7 +184,7 @@ class RecoveringEngine(WireEngine):
         """Cut what is cut."""
         self.seen = self.step_id
         self.cuts = {
-            sequence: (tokens, cache_pb2.CutReason.Name(reason).removeprefix("CUT_REASON_"))
+            sequence: (tokens, _name(cache_pb2.CutReason, reason))
             for sequence, tokens, reason in zip(
                 ids(result.cut_sequence_ids), numbers(result.cut_tokens), numbers(result.cut_reasons), strict=True
             )
@@ -213,3 +213,8 @@ class RecoveringEngine(WireEngine):
         """Resume and declare."""
         assert self.resume(control).declaration_required
         return self.declare(**options)
+
+
+def _name(enum: Any, number: int) -> str:
+    name: str = enum.Name(number)
+    return name.removeprefix("CUT_REASON_")

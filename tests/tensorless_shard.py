@@ -4,7 +4,8 @@ It carries commands out as the contract says (generation and stamp compared befo
 events repeated until confirmed) and does what a test asks for: hold its acknowledgements back, cut its stream, come
 back with or without its memory, report processes.
 
-`python tests/tensorless_shard.py ADDRESS POOL NUM_BLOCKS BLOCK_TOKENS` runs one until it is told to stop.
+`python tests/tensorless_shard.py ADDRESS POOL NUM_BLOCKS BLOCK_TOKENS` runs one until its standard input ends. A line
+there is `IDS GENERATIONS`, packed u32 and u64 in hex: an engine stamps these blocks. The answer is an empty line.
 """
 
 import queue
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -61,8 +63,8 @@ class TensorlessShard:
         model: types_pb2.ModelIdentity | None = None,
         group: types_pb2.GroupSpec | None = None,
     ) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._stub = PoolRegistryServiceStub(self._channel)
+        self._address = address
+        self._dial()
         self._model = model or model_message(block_tokens)
         self._group = group or full_attention(block_tokens)
         self._shape = types_pb2.ShardSpec(rank=rank, world_size=world_size)
@@ -117,6 +119,10 @@ class TensorlessShard:
             ],
             sessions=self.sessions.values(),
         )
+
+    def _dial(self) -> None:
+        self._channel = grpc.insecure_channel(self._address, options=channel_options())
+        self._stub = PoolRegistryServiceStub(self._channel)
 
     # What a test does with it
 
@@ -178,6 +184,9 @@ class TensorlessShard:
                     self.start()
                 except KvplaneError:
                     time.sleep(0.05)
+                    # A channel that could not connect waits longer and longer before it tries again.
+                    self._channel.close()
+                    self._dial()
                     continue
                 assert self._reader is not None
                 self._reader.join()
@@ -198,8 +207,8 @@ class TensorlessShard:
     def follow(self, address: str) -> None:
         """Register with another control plane, tell the present one that it is superseded, and go over."""
         old = (self._requests, self._reader, self._gone)
-        self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._stub = PoolRegistryServiceStub(self._channel)
+        self._address = address
+        self._dial()
         self.register()
         self._event(superseded=registry_pb2.Superseded(incarnation=self.incarnation))
         self._events.clear()
@@ -361,18 +370,23 @@ class TensorlessShard:
     def _upload(self, request: registry_pb2.RequestInventory) -> None:
         assert self.view is not None
         self.uploads += 1
-        name = {
-            "inventory_id": request.inventory_id,
-            "registration_id": self._registration_id,
-            "boot_id": self.boot_id,
-        }
+
+        def chunk(first: int, **content: Any) -> registry_pb2.InventoryRequest:
+            return registry_pb2.InventoryRequest(
+                inventory_id=request.inventory_id,
+                registration_id=self._registration_id,
+                boot_id=self.boot_id,
+                first_block=first,
+                **content,
+            )
+
         chunks = []
         for first in range(0, len(self.view.blocks), CHUNK_BLOCKS):
             part = slice(first, first + CHUNK_BLOCKS)
             rows = b"" if request.omit_rows else self.view.blocks[part].tobytes()
             stamped = self.stamps[part].tobytes() if request.stamps else b""
-            chunks.append(registry_pb2.InventoryRequest(first_block=first, rows=rows, stamps=stamped, **name))
-        last = registry_pb2.InventoryRequest(first_block=len(self.view.blocks), last=True, **name)
+            chunks.append(chunk(first, rows=rows, stamps=stamped))
+        last = chunk(len(self.view.blocks), last=True)
         for (session_id, pid), blocks in self.hold_maps.items() if request.hold_maps else ():
             bits = np.zeros(len(self.view.blocks), np.bool_)
             bits[list(blocks)] = True
@@ -380,11 +394,11 @@ class TensorlessShard:
             bitmap = np.packbits(bits, bitorder="little").tobytes()
             last.hold_maps.add(session_id=session_id, process=process, bitmap=bitmap)
         for (session_id, sequence_id), table in self.granted.items():
-            blocks = types_pb2.BlockList(
+            named = types_pb2.BlockList(
                 block_ids=np.array([block for block, _ in table], "<u4").tobytes(),
                 generations=np.array([generation for _, generation in table], "<u8").tobytes(),
             )
-            last.granted_tables.add(session_id=session_id, sequence_id=sequence_id, blocks=[blocks])
+            last.granted_tables.add(session_id=session_id, sequence_id=sequence_id, blocks=[named])
         self._stub.Inventory(iter([*chunks, last]), timeout=20)
 
     def _create(self, command: registry_pb2.CreatePool) -> None:
@@ -430,7 +444,10 @@ def main() -> None:
     address, pool_id, num_blocks, block_tokens = sys.argv[1:5]
     shard = TensorlessShard(address, pool_id, num_blocks=int(num_blocks), block_tokens=int(block_tokens))
     shard.keep_connected()
-    sys.stdin.read()
+    for line in sys.stdin:
+        ids, generations = (bytes.fromhex(part) for part in line.split())
+        shard.stamp(unpack_u32("ids", ids), unpack_u64("generations", generations))
+        print(flush=True)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def _judge(state: PoolState, session: Session, declared: Declared, sequence: Seq
     reasons[sealed] = np.where((same & full)[sealed], 0, CutReason.DIGEST_DIFFERS)
     reasons[ids == 0] = 0
 
-    first_real = int((ids != 0).argmax())
+    first_real = int((ids != 0).argmax()) if len(ids) else 0
     bad = reasons.nonzero()[0]
     keep = int(bad[0]) if len(bad) else len(ids)
     committed = min(committed, keep * size)
@@ -161,7 +161,7 @@ def _run(state: PoolState, judged: _Judged, now: float) -> None:
     """Let an adopted sequence run on what stays of its table."""
     columns, sequence, ids = state.rows, judged.sequence, judged.ids
     row, size = sequence.row, state.config.block_tokens
-    if not len(ids):
+    if not len(ids) and len(judged.declared.block_ids):
         columns.status[row] = Status.PREEMPTED
         return
     writes = state.config.prefix_caching and sequence.write_cache

@@ -14,7 +14,7 @@ from kvplane.wire.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A sequence as its engine knows it. Without a table it waits."""
+    """A sequence as its engine knows it."""
 
     admit: Admit
     """As it was introduced, with all tokens that are known by now."""
@@ -23,15 +23,12 @@ class Declared:
     block_ids: I64 = field(default_factory=NO_I64.copy)
     """Its table; 0 for entries that have left the sliding window."""
     generations: U64 = field(default_factory=NO_U64.copy)
+    runs: bool = True
+    """It has a table, which may be empty."""
     preempted: bool = False
-    """It ran before and holds nothing now."""
+    """It ran before, and does not run now."""
     granted: Bools | None = None
     """Which entries every shard has in this sequence's granted table; None: the engine is trusted."""
-
-    @property
-    def runs(self) -> bool:
-        """Whether it holds blocks."""
-        return len(self.block_ids) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +80,8 @@ def _check_sequence(state: PoolState, declared: Declared, where: str) -> None:
         raise InvalidArgumentError.of(f"{where}.num_prompt_tokens", f"is beyond the {known} known tokens")
     if declared.num_committed > min(known, len(ids) * config.block_tokens):
         raise InvalidArgumentError.of(f"{where}.num_committed", "is beyond the known tokens or the table")
+    if len(ids) and not declared.runs:
+        raise InvalidArgumentError.of(f"{where}.table", "a sequence that does not run has none")
     if not len(ids):
         return
     path = f"{where}.table.block_ids"

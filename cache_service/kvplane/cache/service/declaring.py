@@ -93,8 +93,6 @@ def _declared(
     if len(message.table) > 1:
         raise refuse("several segments and groups", f"{where}.table")
     ids, generations = _blocks(message.table[0] if message.table else types_pb2.BlockList(), f"{where}.table[0]")
-    if (len(ids) > 0) != (message.state in _RUNS):
-        raise InvalidArgumentError.of(f"{where}.table", "a running sequence has one, a waiting one has none")
     granted = None
     if session.mode == types_pb2.SESSION_MODE_REMOTE:
         granted = np.zeros(len(ids), np.bool_)
@@ -106,6 +104,7 @@ def _declared(
         message.num_committed,
         ids.astype(np.int64),
         generations,
+        message.state in _RUNS,
         message.state == step_pb2.SEQUENCE_STATE_PREEMPTED,
         granted,
     )
