@@ -15,7 +15,9 @@ from tensorless_shard import TensorlessShard
 class World:
     """One folder, one service at a time, shards."""
 
-    def __init__(self, folder: Path, num_blocks: int, num_shards: int, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, num_blocks: int, num_shards: int, group: types_pb2.GroupSpec | None = None, **settings: Any
+    ) -> None:
         self._folder = folder
         self._settings = {
             "watermark": 0.0,
@@ -25,7 +27,9 @@ class World:
         } | settings
         self.service = RunningService(folder, **self._settings)
         self.shards = [
-            TensorlessShard(self.service.address, rank=rank, world_size=num_shards, num_blocks=num_blocks).start()
+            TensorlessShard(
+                self.service.address, rank=rank, world_size=num_shards, num_blocks=num_blocks, group=group
+            ).start()
             for rank in range(num_shards)
         ]
         self.service.wait_ready()

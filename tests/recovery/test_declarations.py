@@ -140,6 +140,40 @@ def test_a_remote_session_has_what_it_was_granted(world: MakeWorld) -> None:
     assert here.stats().quarantined_blocks == 0, "nor does it hold it back"
 
 
+def test_a_remote_session_holds_back_what_it_was_granted_alone(world: MakeWorld) -> None:
+    """Nobody gets hold of another's blocks by calling them released."""
+    here = world()
+    first, rogue = running(here, REMOTE), running(here, REMOTE, first=500)
+    rogue.deferred = [(rogue.step_id, [first.held[A].table[2], *rogue.held.pop(A).table])]
+    here.restart()
+    rogue.come_back(here.service.control(), completed=0)
+    first.come_back(here.service.control())
+    assert first.cuts == {}
+    here.service.wait_ready()
+    assert here.stats().quarantined_blocks == 3
+
+
+def test_a_window_moves_on_after_a_restart(world: MakeWorld) -> None:
+    """Entries that left a sliding window are null in the declaration, and the table goes on."""
+    window = types_pb2.GroupSpec(sliding_window=types_pb2.SlidingWindow(window_tokens=20), block_tokens=16)
+    here = world(group=window)
+    engine = RecoveringEngine(here.service.control(), here.shards)
+    engine.step(admit=admit(new_sequence(A, list(range(100, 170)))))
+    engine.step(commit=commit((A, 70)))
+    engine.settle()
+    table = list(engine.held[A].table)
+    assert [block for block, _ in table[:3]] == [0, 0, 0]
+    here.restart()
+    engine.come_back(here.service.control())
+    assert engine.cuts == {}
+    here.service.wait_ready()
+    assert here.stats().held_blocks == 2
+    engine.step(advance=advance(7, (A, 70, 90)))
+    assert engine.held[A].table[:5] == table
+    engine.step(commit=commit((A, 71)))
+    here.service.check_integrity()
+
+
 def test_released_blocks_wait_for_the_work_on_them(world: MakeWorld) -> None:
     """A sequence was finished while its kernel ran; the restart forgets neither."""
     here = world(num_blocks=8)

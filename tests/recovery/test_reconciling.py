@@ -171,9 +171,47 @@ def test_a_second_control_plane_takes_over(tmp_path: Path) -> None:
     assert len(engine.held[B].table) == 3
     for service in (old, new):
         service.check_integrity()
+    # And back: what the older one knew counts for nothing, it reads and waits like any that was restarted.
+    shard.follow(old.address)
+    assert shard.incarnation == 3
+    del engine.held[B]
+    engine.come_back(old.control())
+    old.wait_ready()
+    assert engine.cuts == {}
+    old.check_integrity()
     shard.stop()
     for service in (old, new):
         service.stop()
+
+
+def test_a_process_that_attaches_late_is_known(world: MakeWorld) -> None:
+    """It maps the pool while its engine has not come back: its hold map counts as well."""
+    here = world()
+    silent = running(here, ATTACHED, ttl_ms=2000)
+    here.restart()
+    wait_until(lambda: here.stats().cached_blocks == 2, "the inventory is read")
+    here.shards[0].attached(silent.session_id, 100)
+    here.shards[0].hold_maps[silent.session_id, 100] |= {50}
+    here.service.wait_ready()
+    assert here.stats().quarantined_blocks == 1
+    here.shards[0].process_gone(silent.session_id, 100)
+    wait_until(lambda: here.stats().quarantined_blocks == 0, "its block is back")
+
+
+def test_a_lease_that_ends_while_a_shard_is_away_is_fenced_when_it_is_back(world: MakeWorld) -> None:
+    """The stream broke, the lease ran out: the fence waits for the shard, and the blocks wait for the fence."""
+    here = world()
+    engine = running(here, REMOTE, ttl_ms=2000)
+    here.shards[0].cut()
+    plane = here.service.server.plane
+    session = plane.pools["default"].sessions[engine.session_id]
+    wait_until(lambda: session.core.ended, "the lease runs out")
+    assert here.stats().quarantined_blocks == 3
+    assert engine.session_id not in here.shards[0].fenced
+    here.shards[0].start()
+    wait_until(lambda: here.stats().quarantined_blocks == 0, "its blocks are back")
+    assert engine.session_id in here.shards[0].fenced
+    here.service.wait_ready()
 
 
 def test_the_key_file_is_this_users_alone(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def take_declaration(
     for deferred in message.deferred:
         where = f"declaration.deferred[{len(parts.deferred)}]"
         ids, generations = _blocks(deferred.blocks, f"{where}.blocks")
+        if len(ids) and int(ids.max()) >= pool.num_blocks:
+            raise InvalidArgumentError.of(f"{where}.blocks.block_ids", f"must be below {pool.num_blocks}")
+        if session.mode == types_pb2.SESSION_MODE_REMOTE:
+            # A shard ends the plans of a table that it drops, and lets nobody run on what it has not granted.
+            granted = np.zeros(len(ids), np.bool_)
+            if pool.recovery is not None:
+                granted = pool.recovery.granted_any(session.session_id, ids, generations)
+            ids, generations = ids[granted], generations[granted]
         parts.num_deferred += len(ids)
         if parts.num_deferred > pool.num_blocks * session.core.max_sequences:
             raise InvalidArgumentError.of("declaration.deferred", "names more blocks than can be")

@@ -62,6 +62,17 @@ class Upload:
             found[:count] = (mine[0][:count] == ids[:count]) & (mine[1][:count] == generations[:count])
         return found
 
+    def granted_any(self, session_id: int, ids: U32Array, generations: U64Array) -> Mask:
+        """Which blocks this shard has granted to a session in whatever table, shape [len(ids)]."""
+        newest = np.zeros(self.num_blocks, np.uint64)
+        for (session, _), (table_ids, table_generations) in self.tables.items():
+            if session == session_id:
+                inside = table_ids < self.num_blocks
+                named = table_ids[inside]
+                newest[named] = np.maximum(newest[named], table_generations[inside])
+        found: Mask = (newest[ids] == generations) & (generations != 0)
+        return found
+
 
 def survivors(uploads: Sequence[Upload], incarnation: int) -> Survivors:
     """What the shards agree on, before anything is allocated under `incarnation`."""

@@ -18,6 +18,7 @@ from kvplane.cache.service.shards import Broadcast, ShardLink
 from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
 from kvplane.wire.errors import (
     PoolLostError,
+    StaleEpochError,
     UnavailableError,
 )
 
@@ -140,6 +141,21 @@ class HostedPool:
         self.state = types_pb2.POOL_STATE_RECONCILING
         if self.complete:
             self._begin()
+
+    def forget(self, reason: str) -> None:
+        """Another control plane has decided meanwhile: what this one knows is old. The bytes are there, and so are the
+        sessions that the shards know: it begins anew, as after a restart."""
+        _log.error("pool forgotten", pool=self.pool_id, pool_epoch=self.pool_epoch, reason=reason)
+        error = StaleEpochError(f"pool {self.pool_id} was in the hands of another control plane: resume the session")
+        for session in self.sessions.values():
+            if session.close_stream is not None:
+                session.close_stream(error)
+        self.sessions.clear()
+        self.core, self.seals, self._creating, self.recovery = None, None, False, None
+        self.ages, self._served = Ages(), False
+        for link in self.links.values():
+            link.abandon(reason)
+        self.state = types_pb2.POOL_STATE_RECONCILING
 
     def distrust(self, reason: str) -> None:
         """Nothing published so far may be hit again: bytes turned out to be damaged."""

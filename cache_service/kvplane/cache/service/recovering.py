@@ -102,6 +102,13 @@ class PoolRecovery:
         if inventory_id == self._inventory_id:
             self._uploads[rank] = upload
 
+    def attached(self, process: tuple[int, int, int], session_id: int) -> None:
+        """A process of a session that has not come back yet has mapped the pool."""
+        known = self.known.get(session_id)
+        if known is not None:
+            known.processes.add(process)
+            known.had_processes = True
+
     def gone(self, process: tuple[int, int, int], session_id: int) -> None:
         """A shard has seen a process of a session end that has not come back yet."""
         known = self.known.get(session_id)
@@ -137,6 +144,13 @@ class PoolRecovery:
         found = np.ones(len(ids), np.bool_)
         for upload in self._rows.values():
             found &= upload.granted(session_id, sequence_id, ids, generations)
+        return found
+
+    def granted_any(self, session_id: int, ids: U32Array, generations: U64Array) -> Mask:
+        """Which blocks any shard has granted to a session, shape [len(ids)]: its work may run on no other ones."""
+        found = np.zeros(len(ids), np.bool_)
+        for upload in self._rows.values():
+            found |= upload.granted_any(session_id, ids, generations)
         return found
 
     def end(self, session_id: int, *, drained: bool = False) -> None:

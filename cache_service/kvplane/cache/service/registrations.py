@@ -67,7 +67,7 @@ class Registrations:
         self._follow(pool, request, known=old is not None)
         now = self._plane.clock()
         if old is not None:
-            link = old
+            link, link.register = old, request
         else:
             self._last_id += 1
             link = ShardLink(self._last_id, request, pool.incarnation, now)
@@ -160,16 +160,19 @@ class Registrations:
         if held < pool.incarnation or (known and held == pool.incarnation):
             return
         pool.incarnation = held + 1
-        if pool.core is not None:
-            pool.lose(f"shard {request.shard.rank} has followed incarnation {held}")
+        if pool.core is not None or pool.recovery is not None:
+            pool.forget(f"shard {request.shard.rank} has followed incarnation {held}")
 
     def _event(self, pool: HostedPool, link: ShardLink, event: registry_pb2.ShardEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "session_attached":
             process = event.session_attached.process
             session = pool.sessions.get(event.session_attached.session_id)
+            key = (link.rank, process.pid, process.start_ticks)
             if session is not None:
-                session.processes.add((link.rank, process.pid, process.start_ticks))
+                session.processes.add(key)
+            elif pool.recovery is not None:
+                pool.recovery.attached(key, event.session_attached.session_id)
         elif kind == "process_gone":
             process = event.process_gone.process
             key = (link.rank, process.pid, process.start_ticks)
