@@ -115,7 +115,9 @@ class OpenSessionRequest(_message.Message):
     max_sequences: _builtins.int
     """Sequences the engine wants to have at the same time. The answer says how many rows it got. Absent: 1,024."""
     resume_token: _builtins.bytes
-    """Token of an earlier OpenSession: resumes that session with a new lease epoch. Empty: a new session."""
+    """Token of an earlier OpenSession: resumes that session with a new lease epoch, also after a restart of the control
+    plane. Of the other fields only `pool_id` is read then. Empty: a new session.
+    """
     engine_name: _builtins.str
     """Name of the engine, for people; at most 256 bytes."""
     @_builtins.property
@@ -194,7 +196,7 @@ class OpenSessionResponse(_message.Message):
     lease_epoch: _builtins.int
     """Rises with each resume; named in every later call."""
     stream_epoch: _builtins.int
-    """Rises when the stream starts anew after a restart of the control plane; named in `StreamOpen`."""
+    """Which start of the control plane the stream belongs to: its incarnation; named in `StreamOpen`."""
     ttl_ms: _builtins.int
     """Time to live that was granted, in milliseconds."""
     resume_token: _builtins.bytes

@@ -17,6 +17,9 @@ from kvplane.wire.packed import U32Array, U64Array, pack_u32, pack_u64, unpack_u
 
 _log = structlog.get_logger(__name__)
 
+MOST_DEFERRED = 16
+"""How often a declaration may name every block as released, on average: many released sequences share a prefix."""
+
 _RUNS = (step_pb2.SEQUENCE_STATE_RUNNING, step_pb2.SEQUENCE_STATE_STALLED)
 _WAITS = (step_pb2.SEQUENCE_STATE_WAITING, step_pb2.SEQUENCE_STATE_PREEMPTED)
 
@@ -50,7 +53,7 @@ def take_declaration(
                 granted = pool.recovery.granted_any(session.session_id, ids, generations)
             ids, generations = ids[granted], generations[granted]
         parts.num_deferred += len(ids)
-        if parts.num_deferred > pool.num_blocks * session.core.max_sequences:
+        if parts.num_deferred > MOST_DEFERRED * pool.num_blocks:
             raise InvalidArgumentError.of("declaration.deferred", "names more blocks than can be")
         parts.deferred.append((deferred.step_id, ids.astype(np.int64), generations))
     if not message.last:
