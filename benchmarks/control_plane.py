@@ -7,7 +7,10 @@ echo of the same bytes), `vllm_step_over_rtt_N` (vLLM's schedule + update_from_o
 without the peer), `exposed_share`, `exposed_us`, `client_cpu_us` (what a step that is sent while the one before
 computes adds to it, N = 256),
 `seq_steps_per_second` (8 sessions × 64 sequences, per second of CPU of the server's event loop thread),
-`p99_during_long_admission_over_p50` (N = 64 while another session admits 131,072 tokens again and again).
+`p99_during_long_admission_over_p50` (N = 64 while another session admits 131,072 tokens again and again);
+`recovery_seconds`, `blocks_kept` (of `blocks_sealed`), `wrong_tables` (from kill -9 of the service until it is open
+again, with 1,000 running sequences whose sessions declare them and 100,000 published blocks; its start as a process
+included).
 """
 
 import argparse
@@ -24,14 +27,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import _recovery as recovery
 import grpc
 import numpy as np
 from _control_client import BLOCK_TOKENS, POOL, Engine, settle
 from _machine import describe_machine, finish, line, p99
+from _recovery import wait_for_pool
 
-from kvplane.client.control import GrpcCacheControl, connect
-from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import KvplaneError
+from kvplane.v1 import step_pb2
 from kvplane.wire.options import channel_options
 from kvplane.wire.packed import pack_u32, pack_u64
 
@@ -284,23 +287,12 @@ def main() -> None:
         return
     describe_machine()
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, processes(folder) as (cache, echo, pid):
-        _wait_ready(cache)
+        wait_for_pool(cache)
         result = asyncio.run(measure(arguments.quick, cache, echo, pid))
+    with tempfile.TemporaryDirectory(prefix="kvplane-") as folder:
+        result |= recovery.measure(folder, arguments.quick)
     against_vllm(arguments.quick, result)
     finish(result)
-
-
-def _wait_ready(cache: str) -> None:
-    with connect(cache) as channel:
-        control = GrpcCacheControl(channel)
-        for _ in range(300):
-            try:
-                if control.get_pool(cache_pb2.GetPoolRequest(pool_id=POOL)).pool.state == types_pb2.POOL_STATE_READY:
-                    return
-            except KvplaneError:
-                pass
-            time.sleep(0.05)
-    raise SystemExit("the pool did not open")
 
 
 if __name__ == "__main__":

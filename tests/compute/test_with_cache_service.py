@@ -90,7 +90,7 @@ def test_the_cache_service_dies_and_a_shard_finds_the_next(tmp_path: Path) -> No
     service = RunningService(tmp_path)
     with running(settings(tmp_path, **MODEL)) as shard:
         service.wait_ready()
-        engine = new_engine(service)
+        engine = WireEngine(service.control(), mode=types_pb2.SESSION_MODE_REMOTE, ttl_ms=2000)
         data = remote(engine, shard)
         tokens = list(range(20))
         engine.step(admit=admit(new_sequence(A, tokens)))

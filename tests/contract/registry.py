@@ -99,7 +99,9 @@ RPCS: dict[str, Built | CallerOnly | NotBuilt] = {
     "kvplane.v1.PoolRegistryService/Control": Built(
         "kvplane.cache.service.servicers:RegistryServicer.Control", "kvplane.compute.control:ControlClient._follow"
     ),
-    "kvplane.v1.PoolRegistryService/Inventory": CallerOnly("kvplane.compute.control:ControlClient._upload"),
+    "kvplane.v1.PoolRegistryService/Inventory": Built(
+        "kvplane.cache.service.servicers:RegistryServicer.Inventory", "kvplane.compute.control:ControlClient._upload"
+    ),
     "kvplane.v1.PoolRegistryService/Register": Built(
         "kvplane.cache.service.servicers:RegistryServicer.Register", "kvplane.compute.control:ControlClient._follow"
     ),

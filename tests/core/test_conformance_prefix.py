@@ -197,6 +197,19 @@ def test_multimodal_content_is_part_of_the_digest_wherever_it_overlaps() -> None
     assert admission.cached_tokens == 0
 
 
+def test_content_in_a_prompts_last_block_is_part_of_the_digest_when_decoding_fills_it() -> None:
+    core = small_core(30)
+    engine = Engine(core)
+    keys = {1: (ExtraKey(ExtraKeyKind.MULTIMODAL, b"aaa", 4),)}
+    sequence = engine.admit(list(range(24)), extra_keys=keys)
+    engine.decode(sequence, list(range(24, 40)))
+    engine.finish(sequence)
+    for other, hit in ((keys, 32), ({1: (ExtraKey(ExtraKeyKind.MULTIMODAL, b"bbb", 4),)}, 16), ({}, 16)):
+        _, admission = engine.ask([*range(40), 1], extra_keys=other)
+        assert admission is not None
+        assert admission.cached_tokens == hit
+
+
 def test_namespaces_share_nothing() -> None:
     core = small_core(30)
     engine = Engine(core)

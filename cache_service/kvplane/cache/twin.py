@@ -42,7 +42,9 @@ class TwinStepStream:
             raise self._error
         assert self._bound is not None
         try:
-            self._responses.append(self._twin.plane.step(*self._bound, request, {}))
+            response = self._twin.plane.step(*self._bound, request, {})
+            if response is not None:
+                self._responses.append(response)
         except KvplaneError as error:
             self._end(error)
         self._twin.run_due()

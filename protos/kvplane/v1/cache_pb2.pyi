@@ -39,6 +39,8 @@ class _CutReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CutReason.V
     """The shard never granted the block to this session."""
     CUT_REASON_TOO_LATE: _CutReason.ValueType  # 5
     """The declaration came after the pool opened and the block is not sealed."""
+    CUT_REASON_NEVER_WRITTEN: _CutReason.ValueType  # 6
+    """The block was reserved by an older start of the control plane, and nobody may write it under that one any more."""
 
 class CutReason(_CutReason, metaclass=_CutReasonEnumTypeWrapper):
     """CutReason says why a declared sequence was cut."""
@@ -55,6 +57,8 @@ CUT_REASON_NOT_GRANTED: CutReason.ValueType  # 4
 """The shard never granted the block to this session."""
 CUT_REASON_TOO_LATE: CutReason.ValueType  # 5
 """The declaration came after the pool opened and the block is not sealed."""
+CUT_REASON_NEVER_WRITTEN: CutReason.ValueType  # 6
+"""The block was reserved by an older start of the control plane, and nobody may write it under that one any more."""
 Global___CutReason: _TypeAlias = CutReason  # noqa: Y015
 
 class _DigestForm:
@@ -111,7 +115,9 @@ class OpenSessionRequest(_message.Message):
     max_sequences: _builtins.int
     """Sequences the engine wants to have at the same time. The answer says how many rows it got. Absent: 1,024."""
     resume_token: _builtins.bytes
-    """Token of an earlier OpenSession: resumes that session with a new lease epoch. Empty: a new session."""
+    """Token of an earlier OpenSession: resumes that session with a new lease epoch, also after a restart of the control
+    plane. Of the other fields only `pool_id` is read then. Empty: a new session.
+    """
     engine_name: _builtins.str
     """Name of the engine, for people; at most 256 bytes."""
     @_builtins.property
@@ -190,7 +196,7 @@ class OpenSessionResponse(_message.Message):
     lease_epoch: _builtins.int
     """Rises with each resume; named in every later call."""
     stream_epoch: _builtins.int
-    """Rises when the stream starts anew after a restart of the control plane; named in `StreamOpen`."""
+    """Which start of the control plane the stream belongs to: its incarnation; named in `StreamOpen`."""
     ttl_ms: _builtins.int
     """Time to live that was granted, in milliseconds."""
     resume_token: _builtins.bytes
@@ -579,7 +585,7 @@ Global___StreamOpened: _TypeAlias = StreamOpened  # noqa: Y015
 
 @_typing.final
 class DeclarationResult(_message.Message):
-    """DeclarationResult says what a declaration came to."""
+    """DeclarationResult says what a declaration came to. It is sent again on every new stream until the first step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -590,7 +596,9 @@ class DeclarationResult(_message.Message):
     cut_sequence_ids: _builtins.bytes
     """Sequences that were cut, packed u64."""
     cut_tokens: _builtins.bytes
-    """Tokens that stay, packed u32, one per cut sequence."""
+    """Token slots of the table that stay, packed u32, one per cut sequence: whole blocks. KV behind them is not committed
+    any more; all tokens stay known. 0: the sequence holds nothing and is preempted.
+    """
     cut_reasons: _builtins.bytes
     """Why each was cut, packed u32 of `CutReason`."""
     @_builtins.property

@@ -89,6 +89,20 @@ class Namespace:
             )
         )
 
+    @classmethod
+    def decode(cls, encoded: bytes) -> "Namespace":
+        """The namespace of canonical bytes. Raises `ValueError` for any other bytes."""
+        values = dict(tlv.fields(encoded))
+        found = cls(
+            values.get(_ADAPTER_ID, b"").decode(),
+            values.get(_ADAPTER_REVISION, b"").decode(),
+            values.get(_TENANT_SALT, b""),
+            values.get(_SUB_SALT, b""),
+        )
+        if found.encode() != encoded:
+            raise ValueError("these are not the canonical bytes of a namespace")
+        return found
+
 
 def root_digest(model: ModelIdentity, namespace: Namespace, namespace_version: int) -> Digest:
     """Digest that stands before the first block of every chain in a namespace.

@@ -9,6 +9,7 @@ decisions come out as values. Where to find a rule:
 - `columns`, `blocks`: block states, references, generations; `eviction`, `preemption`: the two policies
 - `chains`: digests and namespaces; `prefix_index`: digest -> block; `groups`: attention kinds
 - `sealing`: publish after write; `quiescence`: no reuse before the device is done
+- `recovery`, `declarations`, `adoption`: a restart of the control plane: what survived, what engines hold
 - `sequences`, `extents`: columns and storage of sequences; `sessions`, `ledger`: leases, exactly once
 - `integrity`: the invariants, proved from scratch
 
@@ -19,10 +20,12 @@ acknowledgement to `acknowledge_seals`; only then can anybody hit those blocks.
 from kvplane.cache.core.chains import Chain
 from kvplane.cache.core.config import CoreConfig
 from kvplane.cache.core.core import CacheCore
+from kvplane.cache.core.declarations import Declaration, Declared
 from kvplane.cache.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvplane.cache.core.groups import FullAttention, SlidingWindow
 from kvplane.cache.core.ledger import MAX_UNANSWERED_STEPS, StepLedger
 from kvplane.cache.core.preemption import LatestArrival, PreemptionPolicy, RunningSequences
+from kvplane.cache.core.recovery import Survivors
 from kvplane.cache.core.requests import (
     Admit,
     Advance,
@@ -37,6 +40,8 @@ from kvplane.cache.core.requests import (
 from kvplane.cache.core.results import (
     Admission,
     Copy,
+    Cut,
+    CutReason,
     HitReason,
     Operation,
     PoolStatistics,
@@ -60,6 +65,10 @@ __all__ = [
     "Chain",
     "Copy",
     "CoreConfig",
+    "Cut",
+    "CutReason",
+    "Declaration",
+    "Declared",
     "EvictionPolicy",
     "Finish",
     "FinishReason",
@@ -85,6 +94,7 @@ __all__ = [
     "Step",
     "StepLedger",
     "StepResult",
+    "Survivors",
     "TableDeltas",
     "TransferAck",
 ]

@@ -14,6 +14,7 @@ I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 NO_U32: U32 = np.empty(0, np.uint32)
+NO_U64: U64 = np.empty(0, np.uint64)
 NO_I64: I64 = np.empty(0, np.int64)
 
 

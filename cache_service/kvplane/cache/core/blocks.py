@@ -162,6 +162,16 @@ class BlockPool:
         self._top = len(free)
         return len(block_ids)
 
+    def claim(self, ids: I64, generations: U64) -> None:
+        """Take free blocks out of the free ones with the occupants that they have, a reference each."""
+        self._restored = True
+        self.columns.generation[ids] = generations
+        self.columns.references[ids] = 1
+        free = self._stack[: self._top]
+        free = free[self.columns.references[free] == 0]
+        self._stack[: len(free)] = free
+        self._top = len(free)
+
     def _evict(self, count: int) -> I64:
         victims = self.policy.victims(count)
         columns = self.columns

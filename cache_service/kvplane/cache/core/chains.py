@@ -4,7 +4,7 @@ A chain is immutable once hashed: forks and preempted sequences share it. Hashin
 caller can cut a long prompt into slices before the atomic part of a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +109,14 @@ class Namespaces:
         self._versions.append(version)
         self._roots.append(root_digest(self._model, namespace, version))
         return len(self._roots) - 1
+
+    def restore(self, namespaces: Sequence[tuple[Namespace, int]]) -> None:
+        """Namespaces with their versions, in the order of their ids, in place of all that are registered."""
+        self._ids.clear()
+        for entries in (self._namespaces, self._versions, self._roots):
+            entries.clear()
+        for namespace, version in namespaces:
+            self.register(namespace, version)
 
     def root(self, namespace_id: int, field: str = "namespace_id") -> Digest:
         """Root digest of the current version. Raises `NotFoundError` for an unknown id."""

@@ -1,14 +1,17 @@
 """`CacheCore`: one pool's state machine, as its service, the replay tool and the tests use it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from kvplane.cache.core import chains, growth
+from kvplane.cache.core import adoption, chains, declarations, growth, recovery
 from kvplane.cache.core import tokens as token_ops
-from kvplane.cache.core.arrays import U8, U32, U64, Bools
+from kvplane.cache.core.arrays import I64, U8, U32, U64, Bools
 from kvplane.cache.core.blocks import BlockPool
 from kvplane.cache.core.chains import Chain, Namespaces
 from kvplane.cache.core.columns import BlockColumns
 from kvplane.cache.core.config import CoreConfig
+from kvplane.cache.core.declarations import Declaration
 from kvplane.cache.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvplane.cache.core.extents import Extents
 from kvplane.cache.core.groups import rules_for
@@ -16,8 +19,9 @@ from kvplane.cache.core.integrity import check_integrity
 from kvplane.cache.core.preemption import LatestArrival, PreemptionPolicy
 from kvplane.cache.core.prefix_index import PrefixIndex
 from kvplane.cache.core.quiescence import DeferredReleases
+from kvplane.cache.core.recovery import Survivors
 from kvplane.cache.core.requests import Step
-from kvplane.cache.core.results import PoolStatistics, StepResult
+from kvplane.cache.core.results import Cut, PoolStatistics, StepResult
 from kvplane.cache.core.sealing import SealBatch, Sealing
 from kvplane.cache.core.sequences import NEVER, SequenceRows, Status
 from kvplane.cache.core.sessions import DEFAULT_TTL_SECONDS, MAX_TTL_SECONDS, MIN_TTL_SECONDS, Session
@@ -296,6 +300,42 @@ class CacheCore:
             namespace_ids,
             self._state.rules.prefix_closed,
         )
+
+    # Recovery from a restart of the control plane, in this order
+
+    def restore_namespaces(self, namespaces: Sequence[tuple[Namespace, int]]) -> None:
+        """Register namespaces with their versions, in the order of their ids, before anything else is done."""
+        self._state.namespaces.restore(namespaces)
+
+    def survive(self, survivors: Survivors) -> int:
+        """Take over what the shards of a pool have kept; the pool must be untouched, its namespaces registered. Returns
+        how many blocks are cached now. Nothing may be allocated (`set_ready`) until `conclude`."""
+        return recovery.survive(self._state, survivors)
+
+    def adopt(self, session_id: int, declaration: Declaration, now: float) -> tuple[Cut, ...]:
+        """Take over what a session that was opened again holds, once; returns what is cut of it. It renews the lease.
+
+        Raises `InvalidArgumentError`, `NotFoundError`, `SessionExpiredError`.
+        """
+        session = self._session(session_id, now)
+        self.settle()
+        declarations.check(self._state, session, declaration)
+        session.renew(now)
+        return adoption.adopt(self._state, session, declaration, now)
+
+    def defer_held(self, session_id: int, block_ids: I64) -> None:
+        """Keep blocks that an ended session may still touch until `session_drained`."""
+        session = self._state.sessions.get(session_id)
+        if session is None:
+            raise SessionExpiredError(f"session {session_id} is gone")
+        self.settle()
+        recovery.defer_held(self._state, session, block_ids)
+
+    def conclude(self, newest: U64) -> int:
+        """End the recovery. `newest` [num_blocks] are the newest stamps of all shards, read again: what was stamped
+        since it began cannot be hit any more. Returns how many blocks were unindexed."""
+        self.settle()
+        return recovery.conclude(self._state, newest)
 
     def _session(self, session_id: int, now: float) -> Session:
         session = self._state.sessions.get(session_id)

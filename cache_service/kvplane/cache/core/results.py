@@ -184,3 +184,29 @@ class StepResult:
     copies: tuple[Copy, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
+
+
+class CutReason(IntEnum):
+    """Why a declared sequence was cut."""
+
+    CLAIMED_TWICE = 1
+    """The block is held by somebody else, and is not a sealed one."""
+    STALE_GENERATION = 2
+    """The block has a newer occupant."""
+    DIGEST_DIFFERS = 3
+    """The block is sealed with another digest than that of the tokens, or beyond what was committed."""
+    NOT_GRANTED = 4
+    """A shard never granted the block to this sequence."""
+    TOO_LATE = 5
+    """The pool has opened, and the block is not sealed."""
+    NEVER_WRITTEN = 6
+    """The block was reserved by an older start of the control plane, and nobody may stamp that any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A declared sequence that keeps the first `num_tokens` slots of its table; none: it is preempted."""
+
+    sequence_id: int
+    num_tokens: int
+    reason: CutReason

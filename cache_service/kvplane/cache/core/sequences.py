@@ -78,6 +78,7 @@ class SequenceRows:
         "first_real",
         "hashed",
         "ids",
+        "keyed",
         "known",
         "namespace",
         "next_fill",
@@ -118,6 +119,8 @@ class SequenceRows:
         self.capacity: I64 = np.zeros(0, np.int64)
         self.hashed: I64 = np.zeros(0, np.int64)
         """Leading blocks whose digests are known."""
+        self.keyed: I64 = np.zeros(0, np.int64)
+        """Leading blocks of which the last one depends on more than its tokens; 0: none does."""
         self.tail: U8 = np.zeros((0, DIGEST_BYTES), np.uint8)
         """Digest of block `hashed - 1`, or the root."""
         self.first_real: I64 = np.zeros(0, np.int64)
@@ -179,6 +182,7 @@ class SequenceRows:
         self.known[row] = len(sequence.tokens) // 4
         self.committed[row] = 0
         self.namespace[row] = sequence.namespace_id
+        self.keyed[row] = max(sequence.extra_keys, default=-1) + 1
         self.priority[row], self.arrival[row] = sequence.priority, sequence.arrival
 
     def start(self, row: int, table: I64, tokens: U32, committed: int, first_real: int, publishes: bool) -> None:

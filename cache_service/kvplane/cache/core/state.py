@@ -1,6 +1,7 @@
 """Everything a pool consists of, and the few moves that several operations share."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from kvplane.cache.core.sealing import Sealing
 from kvplane.cache.core.sequences import Sequence, SequenceRows
 from kvplane.cache.core.sessions import Session
 from kvplane.wire.identity import Digest
+
+if TYPE_CHECKING:
+    from kvplane.cache.core.recovery import Recovery
 
 
 @dataclass(slots=True)
@@ -60,6 +64,8 @@ class PoolState:
     copies: dict[int, PendingCopy] = field(default_factory=dict)
     refused: dict[int, Sequence] = field(default_factory=dict)
     """Sequences that did not fit, by id, longest refused first."""
+    recovery: "Recovery | None" = None
+    """The restart of the control plane that the pool is recovering from."""
     ready: bool = True
     """Every shard has a live control stream (I11): without it nothing is allocated."""
     tick: int = 0

@@ -6,7 +6,8 @@ from kvplane.cache.core import chains
 from kvplane.cache.core.arrays import I64, U32, spans
 from kvplane.cache.core.sequences import Status
 from kvplane.cache.core.state import PoolState, StepContext
-from kvplane.wire.digests import extend_each
+from kvplane.wire.digests import block_digest, extend_each
+from kvplane.wire.identity import Digest
 
 _ZERO = np.int64(0)
 _ONE = np.int64(1)
@@ -108,7 +109,12 @@ def _fill_next(state: PoolState, rows: I64, blocks: I64) -> None:
     entries = columns.base[rows] + blocks
     parents = columns.tail[rows]
     contents = columns.extents.token_blocks[entries].view(np.uint8)
-    digests = b"".join(extend_each(parents, contents, state.config.block_tokens))
+    each = extend_each(parents, contents, state.config.block_tokens)
+    for index in (columns.keyed[rows] > blocks).nonzero()[0].tolist():
+        # The tail of a prompt that ends in content besides tokens.
+        keys = columns.record(int(rows[index])).extra_keys.get(int(blocks[index]), ())
+        each[index] = block_digest(Digest(parents[index].tobytes()), contents[index].tobytes(), keys)
+    digests = b"".join(each)
     columns.tail[rows] = np.frombuffer(digests, np.uint8).reshape(parents.shape)
     columns.hashed[rows] = blocks + _ONE
     tables = columns.extents.tables

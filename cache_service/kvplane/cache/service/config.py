@@ -17,7 +17,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvplane.wire.addresses import cache_address, is_loopback, socket_path, split
+from kvplane.wire.addresses import cache_address, is_loopback, runtime_directory, socket_path, split
 from kvplane.wire.limits import PROMPT_TOKENS
 
 CONFIG_VARIABLE = "KVPLANE_CACHE_CONFIG"
@@ -74,9 +74,20 @@ class CacheConfig(BaseSettings):
     )
     shard_ttl_seconds: float = Field(default=10.0, ge=1, le=300, description="silence after which a shard is lost")
     drain_seconds: float = Field(default=5.0, ge=0, le=300, description="time that running calls get at shutdown")
+    key_file: Path | None = Field(
+        default=None,
+        description="file with the secret behind resume tokens and grants, made on the first start; default: cache.key "
+        "beside the first Unix socket, or in the runtime directory",
+    )
     tenant_secret: ReadablePath = Field(
         default=None, description="file whose bytes the tenants' salts are derived from"
     )
+
+    @property
+    def key_path(self) -> Path:
+        """Where the key file is."""
+        sockets = [path for path in map(socket_path, self.listen) if path is not None]
+        return self.key_file or (sockets[0].parent if sockets else runtime_directory()) / "cache.key"
 
     @model_validator(mode="after")
     def _check_transport(self) -> "CacheConfig":

@@ -15,13 +15,16 @@ from kvplane.cache.core import Chain
 from kvplane.cache.service import identities, namespaces, opening
 from kvplane.cache.service.bounds import check_limit, check_range
 from kvplane.cache.service.config import CacheConfig
+from kvplane.cache.service.declaring import take_declaration
 from kvplane.cache.service.endings import end_session
+from kvplane.cache.service.grants import reset_grant
+from kvplane.cache.service.keys import KEY_BYTES, Keys
 from kvplane.cache.service.lookups import lookup
 from kvplane.cache.service.metrics import Metrics
 from kvplane.cache.service.opening import Tenant
 from kvplane.cache.service.pools import CallLater, HostedPool
 from kvplane.cache.service.registrations import Registrations
-from kvplane.cache.service.sessions import EngineSession, Push
+from kvplane.cache.service.sessions import DeclarationParts, EngineSession, Push
 from kvplane.cache.service.shards import Broadcast
 from kvplane.cache.service.steps import apply_step
 from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
@@ -30,7 +33,9 @@ from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
     NotFoundError,
+    PermissionDeniedError,
     PoolLostError,
+    PreconditionError,
     SessionExpiredError,
     StaleEpochError,
     UnavailableError,
@@ -44,8 +49,11 @@ DEFAULT_TENANT = "default"
 class ControlPlane:
     """All pools and sessions of one service. `clock` gives seconds; `call_later(seconds, call)` calls back."""
 
-    def __init__(self, config: CacheConfig, clock: Callable[[], float], call_later: CallLater) -> None:
+    def __init__(
+        self, config: CacheConfig, clock: Callable[[], float], call_later: CallLater, keys: Keys | None = None
+    ) -> None:
         self.config = config
+        self.keys = keys or Keys(secrets.token_bytes(KEY_BYTES))
         self.clock = clock
         self.metrics = Metrics()
         self.pools: dict[str, HostedPool] = {}
@@ -64,7 +72,7 @@ class ControlPlane:
             template,
             self.config,
             self.metrics,
-            secrets.token_bytes(32),
+            self.keys.grant_key(template.pool_id),
             self._call_later,
             self.clock,
             self.note_lost,
@@ -80,6 +88,7 @@ class ControlPlane:
                 self.metrics.lease_expiries.inc()
                 _log.warning("lease expired", session=session_id, pool=pool.pool_id)
                 end_session(pool, pool.sessions[session_id], _expired(session_id))
+            pool.tick()
         self.registrations.tick(now)
         self.metrics.refresh(self.pools.values(), now)
 
@@ -90,16 +99,24 @@ class ControlPlane:
     ) -> tuple[cache_pb2.OpenSessionResponse, Broadcast]:
         """Take or resume a lease; the answer counts once all shards know the session (and its lease epoch)."""
         features.require(request.required_features)
-        pool = self._pool(request.pool_id)
         if request.resume_token:
-            session = opening.resume(pool, request.resume_token)
+            lease = self.keys.lease(request.resume_token)
+            if lease.tenant_id != tenant_id or lease.pool_id != request.pool_id:
+                raise PermissionDeniedError("the resume token is another tenant's, or for another pool")
+            if lease.session_id in self._lost_sessions:
+                raise PoolLostError(f"session {lease.session_id}: its pool's bytes are gone")
+            if lease.pool_id not in self.pools:
+                raise opening.reconciling(lease.pool_id)
+            pool = self.pools[lease.pool_id]
+            session = opening.resume(pool, lease, self.keys)
         else:
+            pool = self._pool(request.pool_id)
             core = pool.open_core()
             if self.draining:
                 raise _draining()
             check_limit("sessions", sum(len(each.sessions) for each in self.pools.values()), self.config.max_sessions)
             salt = self._salt(tenant_id)
-            session = opening.open_session(pool, core, request, Tenant(tenant_id, salt), self.config)
+            session = opening.open_session(pool, core, request, Tenant(tenant_id, salt), self.config, self.keys)
         return opening.response(pool, session, self.config), opening.serve(pool, session)
 
     def heartbeat(self, request: cache_pb2.HeartbeatRequest) -> cache_pb2.HeartbeatResponse:
@@ -122,6 +139,11 @@ class ControlPlane:
                 end_session(pool, session, _expired(session.session_id), drained=request.drained)
                 coming = session.core.deferred.coming if session.session_id in pool.sessions else 0
                 return cache_pb2.CloseSessionResponse(quarantined_blocks=coming)
+            known = pool.recovery.known.get(request.session_id) if pool.recovery is not None else None
+            if known is not None and pool.core is not None and pool.recovery is not None:
+                if request.lease_epoch != known.lease_epoch:
+                    raise StaleEpochError(f"lease epoch {request.lease_epoch} was replaced by {known.lease_epoch}")
+                pool.recovery.end(request.session_id, drained=request.drained)
         return cache_pb2.CloseSessionResponse()
 
     def register_namespace(
@@ -176,20 +198,29 @@ class ControlPlane:
         session.confirm(opening.last_seen_step, opening.last_seen_notice)
         opened = session.respond()
         opened.opened.last_applied_step = session.core.ledger.newest_step
-        again = [answer for _, answer in sorted(session.answers.items())]
+        opened.opened.declaration_required = not session.declared
+        session.declaration = DeclarationParts()
+        again = []
+        if session.declaration_answer is not None:
+            again.append(session.declaration_answer)
+        elif session.needs_reset_grant:
+            opened.opened.grant.CopyFrom(reset_grant(pool, session))
+        again += [answer for _, answer in sorted(session.answers.items())]
         again += [notice for _, notice in sorted(session.notices.items())]
         return pool, session, [opened, *again]
 
     def step(
         self, pool: HostedPool, session: EngineSession, request: cache_pb2.StepRequest, chains: Mapping[int, Chain]
-    ) -> cache_pb2.StepResponse:
-        """Answer one message of a bound stream. Raises what ends the stream."""
+    ) -> cache_pb2.StepResponse | None:
+        """Answer one message of a bound stream; None for a part of a declaration. Raises what ends the stream."""
         kind = request.WhichOneof("message")
         if kind == "step":
+            if not session.declared:
+                raise PreconditionError("the stream begins with a declaration", reason="DECLARATION_REQUIRED")
             return apply_step(pool, session, request, chains)
         features.require(request.required_features)
         if kind == "declaration":
-            raise features.refuse("declaration", "declaration")
+            return take_declaration(pool, session, request.declaration, chains)
         raise InvalidArgumentError.of("message", "is neither a step nor a declaration")
 
     def session(self, session_id: int, lease_epoch: int) -> tuple[HostedPool, EngineSession]:
@@ -201,6 +232,9 @@ class ControlPlane:
                 return pool, session
         if session_id in self._lost_sessions:
             raise PoolLostError(f"session {session_id}: its pool's bytes are gone")
+        for pool in self.pools.values():
+            if pool.recovery is not None and session_id in pool.recovery.known:
+                raise StaleEpochError(f"the control plane was restarted: resume session {session_id} with its token")
         raise _expired(session_id)
 
     def note_lost(self, sessions: list[int]) -> None:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvplane.cache.core.sequences import Status
 from kvplane.cache.service.sessions import EngineSession
-from kvplane.v1 import step_pb2
+from kvplane.v1 import step_pb2, types_pb2
 from kvplane.wire.grants import sign
 from kvplane.wire.packed import pack_u32, pack_u64, unpack_u32, unpack_u64
 
@@ -23,8 +24,42 @@ def grant_of(pool: "HostedPool", session: EngineSession, result: step_pb2.StepRe
     truncated, tokens = _truncated(pool, session, step)
     if not (result.table_deltas or len(released) or truncated):
         return
+    body = _next_body(pool, session)
+    body.step_id = result.step_id
+    body.table_deltas.extend(result.table_deltas)
+    body.released_sequence_ids = released.tobytes()
+    body.truncated_sequence_ids, body.truncated_tokens = pack_u64(truncated), pack_u32(tokens)
+    body.copies.extend(result.transfers)
+    result.grant.CopyFrom(sign(pool.grant_key, body))
+    del result.table_deltas[:]
+
+
+def reset_grant(pool: "HostedPool", session: EngineSession) -> step_pb2.Grant:
+    """All tables of a session in one grant that replaces what its shards have: after a declaration, or under a new
+    lease."""
+    assert pool.core is not None
+    rows, columns = pool.core.state.rows, pool.core.state.columns
+    body = _next_body(pool, session)
+    body.reset = True
+    window = slice(session.core.first_row, session.core.first_row + session.core.max_sequences)
+    running = np.flatnonzero(rows.status[window] == Status.RUNNING) + session.core.first_row
+    tables = [rows.table(row) for row in running.tolist()]
+    if tables:
+        ids = np.concatenate(tables)
+        body.table_deltas.add(
+            sequence_ids=rows.ids[running].tobytes(),
+            starts=bytes(4 * len(tables)),
+            counts=pack_u32([len(table) for table in tables]),
+            blocks=types_pb2.BlockList(
+                block_ids=ids.astype(np.uint32).tobytes(), generations=columns.generation[ids].tobytes()
+            ),
+        )
+    return sign(pool.grant_key, body)
+
+
+def _next_body(pool: "HostedPool", session: EngineSession) -> step_pb2.GrantBody:
     session.grant_number += 1
-    body = step_pb2.GrantBody(
+    return step_pb2.GrantBody(
         pool_id=pool.pool_id,
         pool_epoch=pool.pool_epoch,
         incarnation=pool.incarnation,
@@ -32,15 +67,7 @@ def grant_of(pool: "HostedPool", session: EngineSession, result: step_pb2.StepRe
         session_id=session.session_id,
         lease_epoch=session.lease_epoch,
         number=session.grant_number,
-        step_id=result.step_id,
-        table_deltas=result.table_deltas,
-        released_sequence_ids=released.tobytes(),
-        truncated_sequence_ids=pack_u64(truncated),
-        truncated_tokens=pack_u32(tokens),
-        copies=result.transfers,
     )
-    result.grant.CopyFrom(sign(pool.grant_key, body))
-    del result.table_deltas[:]
 
 
 def _truncated(pool: "HostedPool", session: EngineSession, step: step_pb2.Step) -> tuple[list[int], list[int]]:

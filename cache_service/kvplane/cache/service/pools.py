@@ -11,12 +11,14 @@ from kvplane.cache.service.ages import WAITING, Ages
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.encode import write_statistics
 from kvplane.cache.service.metrics import Metrics
+from kvplane.cache.service.recovering import PoolRecovery, recoverable
 from kvplane.cache.service.seals import SealPump
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.cache.service.shards import Broadcast, ShardLink
 from kvplane.v1 import cache_pb2, registry_pb2, types_pb2
 from kvplane.wire.errors import (
     PoolLostError,
+    StaleEpochError,
     UnavailableError,
 )
 
@@ -59,6 +61,11 @@ class HostedPool:
         self.clock = clock
         self._note_lost = note_lost
         self._creating = False
+        self._served = False
+        """This start of the control plane has had the pool open: what shards said before that is old."""
+        self.recovery: PoolRecovery | None = None
+        self.gone_processes: set[tuple[int, int, int]] = set()
+        """Attached processes whose end was seen while nobody knew their sessions: (rank, process id, start ticks)."""
         self.seals: SealPump | None = None
         self.ages = Ages()
 
@@ -68,6 +75,11 @@ class HostedPool:
     def world_size(self) -> int:
         """How many shards make the pool."""
         return self.template.shard.world_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included; 0 before the pool is there."""
+        return self.core.config.num_blocks if self.core is not None else 0
 
     @property
     def complete(self) -> bool:
@@ -85,8 +97,8 @@ class HostedPool:
         if not self.complete:
             return
         if self.core is None:
-            self._create()
-        elif self.state == types_pb2.POOL_STATE_RECONCILING:
+            self._begin()
+        elif self.state == types_pb2.POOL_STATE_RECONCILING and self.recovery is None:
             self._set_state(types_pb2.POOL_STATE_READY, "all shards are connected")
 
     def stream_lost(self, link: ShardLink) -> None:
@@ -105,6 +117,8 @@ class HostedPool:
         link.abandon(reason)
         if self.core is not None or self._creating:
             self.lose(reason)
+        else:
+            self.recovery = None  # it begins again with what comes in the shard's place
 
     def lose(self, reason: str) -> None:
         """The bytes of this epoch are gone: its sessions end, and a new epoch begins when all shards are there. Its
@@ -116,16 +130,32 @@ class HostedPool:
         for session in self.sessions.values():
             if session.close_stream is not None:
                 session.close_stream(error)
-        self._note_lost(list(self.sessions))
+        self._note_lost([*self.sessions, *(self.recovery.known if self.recovery is not None else ())])
         self.sessions.clear()
-        self.core, self.seals, self._creating = None, None, False
+        self.core, self.seals, self._creating, self.recovery = None, None, False, None
+        self._served = True
         self.ages = Ages()
         self.incarnation += 1
         for link in self.links.values():
             link.abandon(reason)
         self.state = types_pb2.POOL_STATE_RECONCILING
         if self.complete:
-            self._create()
+            self._begin()
+
+    def forget(self, reason: str) -> None:
+        """Another control plane has decided meanwhile: what this one knows is old. The bytes are there, and so are the
+        sessions that the shards know: it begins anew, as after a restart."""
+        _log.error("pool forgotten", pool=self.pool_id, pool_epoch=self.pool_epoch, reason=reason)
+        error = StaleEpochError(f"pool {self.pool_id} was in the hands of another control plane: resume the session")
+        for session in self.sessions.values():
+            if session.close_stream is not None:
+                session.close_stream(error)
+        self.sessions.clear()
+        self.core, self.seals, self._creating, self.recovery = None, None, False, None
+        self.ages, self._served = Ages(), False
+        for link in self.links.values():
+            link.abandon(reason)
+        self.state = types_pb2.POOL_STATE_RECONCILING
 
     def distrust(self, reason: str) -> None:
         """Nothing published so far may be hit again: bytes turned out to be damaged."""
@@ -146,14 +176,47 @@ class HostedPool:
             )
         return self.core
 
+    def tick(self) -> None:
+        """Time has passed."""
+        if self.recovery is not None:
+            self.recovery.check()
+
+    def recovered(self) -> None:
+        """Everybody has said what they hold, or has been fenced: the pool opens."""
+        self.recovery = None
+        self.gone_processes.clear()
+        self._set_state(types_pb2.POOL_STATE_READY, "recovered")
+
+    def process_gone(self, session_id: int, process: tuple[int, int, int]) -> None:
+        """A shard has seen a process end whose session is not open (yet)."""
+        self.gone_processes.add(process)
+        if self.recovery is not None:
+            self.recovery.gone(process, session_id)
+
+    def put_namespaces(self, tenants: list[str]) -> None:
+        """Have every shard store all namespaces; `tenants` by id."""
+        assert self.core is not None
+        rows = [namespace_row(self.core, each, tenant) for each, tenant in enumerate(tenants)]
+        put = registry_pb2.PutNamespaces(namespaces=rows)
+        Broadcast(self.links.values(), registry_pb2.ControlResponse(put_namespaces=put))
+
+    def _begin(self) -> None:
+        """All shards are there, and the pool is not: take up what they hold, or create it."""
+        for link in self.links.values():
+            link.incarnation = self.incarnation
+        if self._served or not recoverable(list(self.links.values())):
+            self._create()
+        elif self.recovery is None:
+            self.recovery = PoolRecovery(self)
+            self.pool_epoch = self.recovery.pool_epoch
+            self.recovery.begin()
+
     def _create(self) -> None:
         if self._creating:
             return
         self._creating = True
         self.pool_epoch += 1
         epoch, num_blocks = self.pool_epoch, min(link.register.max_blocks for link in self.links.values())
-        for link in self.links.values():
-            link.incarnation = self.incarnation
         create = registry_pb2.CreatePool(
             pool_epoch=self.pool_epoch,
             num_blocks=num_blocks,
@@ -174,7 +237,13 @@ class HostedPool:
             _log.error("pool not created", pool=self.pool_id, reasons=reasons)
             self.call_later(CREATE_RETRY_SECONDS, self._create_again)
             return
-        self.core = CacheCore(
+        self.adopt_core(self.new_core(num_blocks))
+        if self.complete:
+            self._set_state(types_pb2.POOL_STATE_READY, "created")
+
+    def new_core(self, num_blocks: int) -> CacheCore:
+        """An empty core of this pool's size and model."""
+        return CacheCore(
             CoreConfig(
                 num_blocks=num_blocks,
                 model=identities.model_identity(self.template.model, "model"),
@@ -185,13 +254,16 @@ class HostedPool:
                 max_sequence_tokens=self._config.max_prompt_tokens,
             )
         )
-        self.seals = SealPump(self, self.core, self._config.seal_interval_seconds)
-        if self.complete:
-            self._set_state(types_pb2.POOL_STATE_READY, "created")
+
+    def adopt_core(self, core: CacheCore) -> None:
+        """Decide with this core from now on; it allocates nothing before the pool is open."""
+        self.core, self._served = core, True
+        core.set_ready(False)
+        self.seals = SealPump(self, core, self._config.seal_interval_seconds)
 
     def _create_again(self) -> None:
         if self.core is None and self.complete:
-            self._create()
+            self._begin()
 
     def _set_state(self, state: "types_pb2.PoolState.ValueType", reason: str) -> None:
         self.state = state
@@ -237,7 +309,7 @@ class HostedPool:
                 )
                 for link in sorted(self.links.values(), key=lambda link: link.rank)
             ],
-            num_blocks=self.core.config.num_blocks if self.core else 0,
+            num_blocks=self.num_blocks,
             max_sequences=self._config.max_sequences,
             stats=self.stats(),
         )

@@ -7,6 +7,7 @@ import structlog
 
 from kvplane.cache.service import identities
 from kvplane.cache.service.endings import process_gone, session_drained
+from kvplane.cache.service.inventories import Upload
 from kvplane.cache.service.pools import HostedPool
 from kvplane.cache.service.shards import Sender, ShardLink
 from kvplane.v1 import registry_pb2
@@ -17,6 +18,7 @@ from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
     NotFoundError,
+    PreconditionError,
     StaleEpochError,
     SupersededError,
     UnsupportedFeatureError,
@@ -65,7 +67,7 @@ class Registrations:
         self._follow(pool, request, known=old is not None)
         now = self._plane.clock()
         if old is not None:
-            link = old
+            link, link.register = old, request
         else:
             self._last_id += 1
             link = ShardLink(self._last_id, request, pool.incarnation, now)
@@ -79,7 +81,7 @@ class Registrations:
             registration_id=link.registration_id,
             grant_key=pool.grant_key,
             ttl_ms=round(1000 * self._plane.config.shard_ttl_seconds),
-            keep_pool=False,
+            keep_pool=pool.core is None and request.HasField("held_pool"),
         )
 
     def open_control(
@@ -116,6 +118,21 @@ class Registrations:
         elif kind != "heartbeat":
             raise InvalidArgumentError.of("message", "is neither an acknowledgement, an event nor a heartbeat")
 
+    def inventory(self, chunk: registry_pb2.InventoryRequest, upload: Upload | None) -> Upload:
+        """A chunk of a shard's directory, behind those in `upload`. Raises what ends the call."""
+        found = self._links.get(chunk.registration_id)
+        if found is None or found[1].boot_id != chunk.boot_id:
+            raise NotFoundError("the registration is unknown: register again", reason="REGISTRATION_NOT_FOUND")
+        pool, link = found
+        if pool.recovery is None:
+            raise PreconditionError(f"inventory {chunk.inventory_id} was not asked for")
+        link.last_heard = self._plane.clock()
+        upload = upload or Upload(pool.recovery.num_blocks)
+        upload.add(chunk)
+        if chunk.last:
+            pool.recovery.upload(link.rank, chunk.inventory_id, upload)
+        return upload
+
     def lost(self, pool: HostedPool, link: ShardLink, sender: Sender) -> None:
         """A control stream ended, unless a newer one has taken its place."""
         if link.sender is sender:
@@ -143,19 +160,26 @@ class Registrations:
         if held < pool.incarnation or (known and held == pool.incarnation):
             return
         pool.incarnation = held + 1
-        if pool.core is not None:
-            pool.lose(f"shard {request.shard.rank} has followed incarnation {held}")
+        if pool.core is not None or pool.recovery is not None:
+            pool.forget(f"shard {request.shard.rank} has followed incarnation {held}")
 
     def _event(self, pool: HostedPool, link: ShardLink, event: registry_pb2.ShardEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "session_attached":
             process = event.session_attached.process
             session = pool.sessions.get(event.session_attached.session_id)
+            key = (link.rank, process.pid, process.start_ticks)
             if session is not None:
-                session.processes.add((link.rank, process.pid, process.start_ticks))
+                session.processes.add(key)
+            elif pool.recovery is not None:
+                pool.recovery.attached(key, event.session_attached.session_id)
         elif kind == "process_gone":
             process = event.process_gone.process
-            process_gone(pool, event.process_gone.session_id, (link.rank, process.pid, process.start_ticks))
+            key = (link.rank, process.pid, process.start_ticks)
+            if event.process_gone.session_id in pool.sessions:
+                process_gone(pool, event.process_gone.session_id, key)
+            else:
+                pool.process_gone(event.process_gone.session_id, key)
         elif kind == "session_drained":
             drained = event.session_drained
             session_drained(pool, link.rank, drained.session_id, drained.lease_epoch)
@@ -163,7 +187,10 @@ class Registrations:
             pool.distrust(f"shard {link.rank} has damaged blocks")
         elif kind == "superseded":
             _log.error("superseded", pool=pool.pool_id, rank=link.rank, incarnation=event.superseded.incarnation)
+            close, error = link.close, SupersededError(f"the shard follows {event.superseded.incarnation}")
             pool.stream_lost(link)
+            if close is not None:
+                close(error)
 
 
 def _check(request: registry_pb2.RegisterRequest) -> None:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.control_plane import ControlPlane
+from kvplane.cache.service.keys import Keys
 from kvplane.cache.service.servicers import CacheServicer, RegistryServicer
 from kvplane.v1 import cache_pb2, registry_pb2
 from kvplane.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
@@ -56,7 +57,7 @@ class CacheServer:
         def call_later(delay: float, call: Callable[[], None]) -> None:
             loop.call_later(delay, call)
 
-        self.plane = ControlPlane(self.config, loop.time, call_later)
+        self.plane = ControlPlane(self.config, loop.time, call_later, Keys.load(self.config.key_path))
         self._server = grpc.aio.server(options=server_options())
         # The stubs call RPCs abstract that the generated base answers with UNIMPLEMENTED.
         cache_servicer: type[Any] = CacheServicer

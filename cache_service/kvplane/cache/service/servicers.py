@@ -14,6 +14,7 @@ import structlog
 
 from kvplane.cache.core import Chain
 from kvplane.cache.service.control_plane import DEFAULT_TENANT, ControlPlane
+from kvplane.cache.service.inventories import Upload
 from kvplane.cache.service.pools import RETRY_SECONDS, HostedPool
 from kvplane.cache.service.prompts import long_prompts, prompt_sequence
 from kvplane.cache.service.sessions import EngineSession
@@ -154,7 +155,7 @@ class CacheServicer(CacheServiceServicer):
         try:
             failed = await _settled("OpenSession", waits)
         finally:
-            if failed is not None:
+            if failed is not None and not request.resume_token:
                 # Nobody learns of this session: it must not wait for its lease to run out.
                 closing = cache_pb2.CloseSessionRequest(
                     session_id=response.session_id, lease_epoch=response.lease_epoch, drained=True
@@ -218,9 +219,15 @@ class CacheServicer(CacheServiceServicer):
                         writer.extend(responses)
                         await writer.flush()
                         continue
-                    step = request.step
-                    chains = await self._hash_ahead(*bound, step.admit.sequences) if step.HasField("admit") else {}
-                    await writer.write(self._plane.step(*bound, request, chains))
+                    step, chains = request.step, {}
+                    if step.HasField("admit"):
+                        chains = await self._hash_ahead(*bound, step.admit.sequences)
+                    elif request.HasField("declaration"):
+                        sequences = [each.sequence for each in request.declaration.sequences]
+                        chains = await self._hash_ahead(*bound, sequences)
+                    response = self._plane.step(*bound, request, chains)
+                    if response is not None:
+                        await writer.write(response)
         finally:
             if bound is not None and bound[1].push is push:
                 bound[1].push = bound[1].close_stream = None
@@ -262,6 +269,18 @@ class RegistryServicer(PoolRegistryServiceServicer):
                         bound = registrations.open_control(request, sender, end.close)
                     else:
                         registrations.control(*bound, request)
+                    if end.error is not None:
+                        raise end.error
         finally:
             if bound is not None:
                 registrations.lost(*bound, sender)
+
+    async def Inventory(
+        self, request_iterator: AsyncIterator[registry_pb2.InventoryRequest], context: Context
+    ) -> registry_pb2.InventoryResponse:
+        """A shard uploads its directory."""
+        upload: Upload | None = None
+        async with _stream(context, "Inventory", StreamEnd()):
+            async for chunk in request_iterator:
+                upload = self._plane.registrations.inventory(chunk, upload)
+        return registry_pb2.InventoryResponse(num_rows=upload.num_rows if upload is not None else 0)

@@ -1,20 +1,26 @@
 """An engine's lease on the wire: epochs, stored answers, notices, revocations, processes."""
 
-import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvplane.cache.core import SequenceState, Session, StepResult
+from kvplane.cache.core import Declared, SequenceState, Session, StepResult
+from kvplane.cache.core.arrays import I64, U64
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
 from kvplane.wire.errors import InvalidArgumentError, KvplaneError, StaleEpochError
 from kvplane.wire.packed import unpack_u64
 
-RESUME_TOKEN_BYTES = 32
-SECRET_BYTES = 32
-
 Push = Callable[[cache_pb2.StepResponse], None]
 """Puts an unasked message on a session's open stream."""
+
+
+@dataclass(slots=True, eq=False)
+class DeclarationParts:
+    """The parts of a declaration that have come on one stream."""
+
+    sequences: list[Declared] = field(default_factory=list)
+    deferred: list[tuple[int, I64, U64]] = field(default_factory=list)
+    num_deferred: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +35,22 @@ class EngineSession:
     tenant_id: str
     namespace_id: int
     """The core's id of the namespace of sequences that name none."""
-    resume_token: bytes = field(default_factory=lambda: secrets.token_bytes(RESUME_TOKEN_BYTES))
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
+    resume_token: bytes
+    secret: bytes
     """What the engine shows to compute services."""
     lease_epoch: int = 1
     stream_epoch: int = 1
     published_step: int = 0
     grant_number: int = 0
+    step_lease: int = 1
+    """Lease epoch that the newest step came under: its engine knows the tables that were granted under it."""
+    declared: bool = True
+    """Not so after a restart of the control plane, until the engine has said what it holds."""
+    declaration: DeclarationParts = field(default_factory=DeclarationParts)
+    declaration_answer: cache_pb2.StepResponse | None = None
+    """Sent again on every new stream until the first step: the engine has acted on it then."""
+    fenced: bool = False
+    """After the end of the lease: every shard has fenced it."""
     answers: dict[int, cache_pb2.StepResponse] = field(default_factory=dict)
     """Answers that the engine has not confirmed, by step."""
     notices: dict[int, cache_pb2.StepResponse] = field(default_factory=dict)
@@ -61,6 +76,12 @@ class EngineSession:
         """Identity."""
         return self.core.session_id
 
+    @property
+    def needs_reset_grant(self) -> bool:
+        """Whether a resumed engine has to hand its shards all tables again: grants of an older lease are refused."""
+        remote = self.mode == types_pb2.SESSION_MODE_REMOTE
+        return remote and self.declared and self.step_lease != self.lease_epoch
+
     def check_epoch(self, lease_epoch: int) -> None:
         """Raises `StaleEpochError` unless the caller knows the newest lease."""
         if lease_epoch != self.lease_epoch:
@@ -85,8 +106,13 @@ class EngineSession:
                 raise InvalidArgumentError.of(f"step.completed_steps[{rank}]", f"falls from {old} to {new}")
         return int(steps.min())
 
+    def declared_steps(self, completed: list[int]) -> None:
+        """The engine has said what it holds, and which steps have completed on each rank."""
+        self.declared, self._completed, self.declaration = True, completed, DeclarationParts()
+
     def note_applied(self, step: step_pb2.Step) -> None:
         """A step was applied: keep what it said of completed steps, drop what it has confirmed."""
+        self.declaration_answer, self.step_lease = None, self.lease_epoch
         if step.completed_steps:
             self._completed = list(struct.unpack(f"<{self.num_ranks}Q", step.completed_steps))
         if step.acknowledged_revocations:
