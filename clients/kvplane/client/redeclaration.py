@@ -71,12 +71,14 @@ def apply_cuts(table: SequenceTable, result: cache_pb2.DeclarationResult) -> lis
 
 
 def after_cuts(draft: StepDraft, cuts: Mapping[int, int], table: SequenceTable) -> StepDraft:
-    """A step that had no answer, as it means after `cuts` (sequence -> token slots kept, 0: preempted).
+    """A step that had no answer, as it means after `cuts` (sequence -> token slots kept).
 
-    Tokens stay known. Lengths that are written are no longer than what was kept; a preempted sequence gets no slots. A
-    child of a preempted parent becomes a sequence of its own with the parent's tokens.
+    The service would have skipped what crossed a preemption or an admission; after a declaration it takes every step as
+    made with all knowledge, so that is left out here. Tokens stay known. Lengths that are written are no longer than what
+    was kept. A child of a parent that does not run becomes a sequence of its own with the parent's tokens.
     """
-    gone = {sequence_id for sequence_id, kept in cuts.items() if not kept}
+    gone = {int(each) for each in table.ids[~np.isin(table.state, RUNS)] if each}
+    running = {int(each) for each in table.ids[np.isin(table.state, RUNS)]}
     made = StepDraft(table)
     made.max_admissions, made.token_budget = draft.max_admissions, draft.token_budget
     made.observed = list(draft.observed)
@@ -89,7 +91,9 @@ def after_cuts(draft: StepDraft, cuts: Mapping[int, int], table: SequenceTable) 
         kept_ids, kept_committed = _clamped((ids[~lost], committed[~lost]), cuts)
         made.advanced.append((kept_ids, tokens[~lost], kept_committed, slots[~lost]))
     made.finished = list(draft.finished)
-    made.new, made.order, made.chunks = list(draft.new), list(draft.order), list(draft.chunks)
+    made.new = list(draft.new)
+    asked = [pair for pair in zip(draft.order, draft.chunks, strict=True) if pair[0] not in running]
+    made.order, made.chunks = [each for each, _ in asked], [chunk for _, chunk in asked]
     for parent_id, children, num_tokens in draft.forked:
         if parent_id not in gone:
             made.forked.append((parent_id, children, num_tokens))
@@ -109,7 +113,7 @@ def after_cuts(draft: StepDraft, cuts: Mapping[int, int], table: SequenceTable) 
 
 def _declared(table: SequenceTable, row: int) -> cache_pb2.DeclaredSequence:
     declared = cache_pb2.DeclaredSequence(
-        num_prompt_tokens=int(table.prompt_tokens[row]),
+        num_prompt_tokens=min(int(table.prompt_tokens[row]), int(table.known[row])),
         num_committed=int(table.committed[row]),
         state=int(table.state[row]),  # type: ignore[arg-type] # the numbers are the contract's
     )

@@ -21,6 +21,13 @@ _MESSAGE_SIZE: Options = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 ]
 
+# grpc waits up to two minutes before it dials a service again that was gone; a restart takes a second.
+_RECONNECT: Options = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
 _KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -61,4 +68,4 @@ def channel_options() -> Options:
             }
         ]
     }
-    return [*_MESSAGE_SIZE, *_KEEPALIVE, ("grpc.service_config", json.dumps(config))]
+    return [*_MESSAGE_SIZE, *_KEEPALIVE, *_RECONNECT, ("grpc.service_config", json.dumps(config))]
