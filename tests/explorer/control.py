@@ -30,7 +30,7 @@ Steps = Iterator[tuple[str, State]]
 def steps(m: Model, state: State) -> Steps:
     """Everything that control planes can do next, requests of engines apart."""
     for which, control in enumerate(state.controls):
-        name = f"CP{control.incarnation}"
+        name = f"CP{control.start}"
         if state.budget.crashes:
             after = state._replace(controls=(*state.controls[:which], *state.controls[which + 1 :]))
             yield f"{name} crashes", spend(after, crashes=state.budget.crashes - 1)
@@ -51,10 +51,10 @@ def _holders(block: Block) -> set[int]:
 def requests(m: Model, state: State, index: int, which: int) -> Steps:
     """What one engine asks of one control plane; it is answered at once, the answer takes its time."""
     engine, control = state.engines[index], state.controls[which]
-    name = f"{NAMES[index]}, CP{control.incarnation}"
-    if control.sessions[index] == "silent" and control.incarnation > engine.incarnation:
+    name = f"{NAMES[index]}, CP{control.start}"
+    if control.sessions[index] == "silent" and control.start > engine.start:
         yield from declare(m, state, index, which)
-    if control.sessions[index] != "open" or control.incarnation != engine.incarnation:
+    if control.sessions[index] != "open" or control.start != engine.start:
         return
     if engine.age or control.timers[index]:
         # A renewal by a control plane that the shards follow no more would outlive what the newer one waits for.
@@ -77,7 +77,7 @@ def requests(m: Model, state: State, index: int, which: int) -> Steps:
 
 def _admit(m: Model, state: State, index: int, which: int, digest: str) -> Steps:
     control = state.controls[which]._replace(waiting="")
-    name = f"{NAMES[index]}, CP{control.incarnation}"
+    name = f"{NAMES[index]}, CP{control.start}"
     grant = Grant(control.incarnation, control.boots, control.epoch)
     pinned = {seal.block for seal in control.seals}
     hits = [at for at, block in enumerate(control.blocks) if block.digest == digest]
@@ -100,7 +100,7 @@ def _admit(m: Model, state: State, index: int, which: int, digest: str) -> Steps
             state, which, control._replace(counter=counter, blocks=put(control.blocks, at, held))
         )._replace(given=given)
         engine = state.engines[index]
-        answer = (control.incarnation, "grant", sequence)
+        answer = (control.start, "grant", sequence)
         after = with_engine(after, index, engine._replace(inbox=(*engine.inbox, answer)))
         if hit and int(digest[-1]) < state.removed:
             after = after._replace(bad=f"removed content: {NAMES[index]} hits {digest}")
@@ -222,7 +222,7 @@ def _decisions(m: Model, state: State, which: int, name: str) -> Steps:
                 held=block.held - {(index, generation)}, deferred=block.deferred | {(index, generation)}
             )
             after = with_control(state, which, control._replace(blocks=put(control.blocks, at, moved)))
-            notice = (control.incarnation, "revoked", None)
+            notice = (control.start, "revoked", None)
             after = with_engine(after, index, engine._replace(inbox=(*engine.inbox, notice)))
             yield f"{name} revokes b{at} of {NAMES[index]}", spend(after, revocations=budget.revocations - 1)
     if budget.removals and not control.removing:
@@ -278,7 +278,7 @@ def _sealed(m: Model, control: Control, message: Message) -> Control:
         if len(seal.acks) < needed:
             return control._replace(seals=left | {seal})
         block = control.blocks[seal.block]
-        current = block.generation == seal.generation and seal.digest.endswith(str(control.version))
+        current = block.generation == seal.generation
         taken = any(other.digest == seal.digest for other in control.blocks)
         if current and not taken:
             block = block._replace(digest=seal.digest)

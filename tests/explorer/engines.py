@@ -52,13 +52,13 @@ def steps(m: Model, state: State) -> Steps:
             yield from _die(state, index)
     if m.bounds.budget.ticks[A] and not m.on("only messages renew a lease"):
         engine = state.engines[A]
-        if engine.age and any(control.incarnation == engine.incarnation for control in state.controls):
+        if engine.age and any(control.start == engine.start for control in state.controls):
             yield "A takes its open stream for a renewal", with_engine(state, A, engine._replace(age=0))
     for worker in SHARDS:
         if state.engines[A].alive[worker]:
             for number in range(len(state.engines[A].sequences)):
                 yield from _work(m, state, worker, number)
-    yield from _send(state)
+    yield from _send(m, state)
 
 
 def replaced(engine: Engine, number: int, **changes: object) -> Engine:
@@ -92,10 +92,10 @@ def _receive(m: Model, state: State, index: int) -> Steps:
     engine = state.engines[index]
     if not engine.inbox:
         return
-    (incarnation, kind, sequence), *rest = engine.inbox
+    (start, kind, sequence), *rest = engine.inbox
     name = NAMES[index]
     engine = engine._replace(inbox=tuple(rest))
-    if incarnation < engine.incarnation and m.on("stream epoch"):
+    if start < engine.start and m.on("stream epoch"):
         yield f"{name} discards an answer of an older stream", with_engine(state, index, engine)
     elif kind == "grant" and sequence is not None:
         where = f"(b{sequence.block}, g{sequence.generation // INCARNATION}.{sequence.generation % INCARNATION})"
@@ -132,9 +132,11 @@ def _work(m: Model, state: State, worker: int, number: int) -> Steps:
     if phase == IDLE and sequence.status == RUNNING:
         if not m.on("hold bit before the lease check") and not _may_launch(m, engine):
             return
-        held = shard._replace(bits=shard.bits | {at})
         first = STAMPED if sequence.hit else HELD
-        yield f"{name} holds b{at}", to(first, with_shard(state, worker, held) if here else state)
+        if m.on("hold bit before the lease check"):
+            yield f"{name} holds b{at}", to(first, _hold(state, worker, at))
+        else:
+            yield f"{name} has checked its lease for b{at}", to(first)
     elif phase == HELD:
         if not here:
             yield f"{name} stamps memory that is nobody's any more", to(STAMPED)
@@ -154,7 +156,10 @@ def _work(m: Model, state: State, worker: int, number: int) -> Steps:
         if stale or late:
             yield f"{name} launches nothing: {'incarnation' if stale else 'lease'}", to(FAILED)
         else:
-            yield f"{name} launches a {'read' if sequence.hit else 'write'} of b{at}", to(LIVE)
+            yield (
+                f"{name} launches a {'read' if sequence.hit else 'write'} of b{at}",
+                to(LIVE, _hold(state, worker, at)),
+            )
     elif phase == LIVE:
         after = to(DONE)
         if here and not sequence.hit:
@@ -163,7 +168,15 @@ def _work(m: Model, state: State, worker: int, number: int) -> Steps:
         yield f"{name} completes its {'read' if sequence.hit else 'write'} of b{at}", after
 
 
-def _send(state: State) -> Steps:
+def _hold(state: State, worker: int, block: int) -> State:
+    """The block's bit in the worker's hold map is set."""
+    shard = state.shards[worker]
+    if state.engines[A].mapped[worker] != shard.memory or block in shard.bits:
+        return state
+    return with_shard(state, worker, shard._replace(bits=shard.bits | {block}))
+
+
+def _send(m: Model, state: State) -> Steps:
     """R's writes, and what a rogue makes up."""
     engine = state.engines[R]
     if not all(engine.alive):
@@ -178,11 +191,11 @@ def _send(state: State) -> Steps:
             if sequence.status == RUNNING and not sequence.hit and sequence.phases[index] == IDLE:
                 after = with_engine(state, R, replaced(engine, number, phases=put(sequence.phases, index, LIVE)))
                 yield f"R sends its write of b{sequence.block} to s{index}", after._replace(net=state.net | {run})
-            if state.budget.rogue and sequence.phases[index] == DONE and not sequence.hit:
+            if state.budget.rogue and "rewrite" in m.bounds.operations and sequence.phases[index] == DONE:
                 again = run._replace(tag="rewritten")
                 after = spend(state, rogue=state.budget.rogue - 1)
                 yield f"R writes b{sequence.block} again on s{index}", after._replace(net=state.net | {again})
-    if state.budget.rogue:
+    if state.budget.rogue and "forge" in m.bounds.operations:
         newest = state.controls[-1] if state.controls else None
         for index, shard in enumerate(state.shards):
             if newest is None:
@@ -209,7 +222,7 @@ def _end(m: Model, state: State, index: int, number: int) -> Steps:
     serving = [
         which
         for which, control in enumerate(state.controls)
-        if control.incarnation == engine.incarnation and control.sessions[index] == "open"
+        if control.start == engine.start and control.sessions[index] == "open"
     ]
     for which in serving:
         needed = (DONE,) if m.on("commit after completion") else (LIVE, DONE)
@@ -224,8 +237,10 @@ def _end(m: Model, state: State, index: int, number: int) -> Steps:
                 yield f"{label}, drained", control_plane.release(m, after, which, index, sequence, drained=True)
             else:
                 yield label, control_plane.release(m, after, which, index, sequence, drained=False)
-        elif _drained(m, sequence):
+        elif _drained(m, sequence) or (index == R and state.budget.rogue and "lie" in m.bounds.operations):
             after = _dropped(state, index, number)
+            if not _drained(m, sequence):
+                after = spend(after, rogue=state.budget.rogue - 1)
             yield f"{name} says that {at} is drained", control_plane.drained(after, which, index, sequence)
 
 

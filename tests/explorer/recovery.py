@@ -36,7 +36,7 @@ def steps(m: Model, state: State) -> Steps:
     if state.budget.starts and len(state.controls) < 2:
         yield _start(m, state)
     for which, control in enumerate(state.controls):
-        name = f"CP{control.incarnation}"
+        name = f"CP{control.start}"
         for index, shard in enumerate(state.shards):
             newer = shard.incarnation < control.incarnation or (
                 shard.incarnation == control.incarnation and shard.boot != control.boots[index]
@@ -61,12 +61,13 @@ def _start(m: Model, state: State) -> tuple[str, State]:
     if m.on("the incarnation is raised"):
         incarnation += 1
     count = len(state.shards[0].rows)
+    start = 1 + m.bounds.budget.starts - state.budget.starts + 1
     control = Control(
-        incarnation, "starting", (0, 0), 0, 0, 0, (Block(),) * count, ("none", "none"), (0, 0), frozenset(),
+        start, incarnation, "starting", (0, 0), 0, 0, 0, (Block(),) * count, ("none", "none"), (0, 0), frozenset(),
         (None, None), frozenset(), 0, "",
     )  # fmt: skip
     after = state._replace(controls=(*state.controls, control))
-    return f"CP{incarnation} starts", spend(after, starts=state.budget.starts - 1)
+    return f"CP{start} starts", spend(after, starts=state.budget.starts - 1)
 
 
 def _register(m: Model, state: State, which: int, index: int) -> State:
@@ -146,7 +147,7 @@ def declare(m: Model, state: State, index: int, which: int) -> Steps:
         elif block.digest == sequence.tag and block.generation == sequence.generation:
             block = block._replace(held=block.held | {reference})
             sequence = sequence._replace(grant=grant)
-        elif _provable(m, index, sequence, inventory) and not sequence.hit and not block.held:
+        elif _provable(index, sequence, inventory) and not sequence.hit and not block.held:
             block = block._replace(generation=sequence.generation, digest="", held=frozenset((reference,)))
             status = RUNNING if sequence.status == COMMITTED else sequence.status
             sequence = sequence._replace(grant=grant, status=status)
@@ -159,17 +160,15 @@ def declare(m: Model, state: State, index: int, which: int) -> Steps:
     control = control._replace(
         blocks=blocks, sessions=put(control.sessions, index, "open"), timers=put(control.timers, index, 0)
     )
-    engine = engine._replace(incarnation=control.incarnation, age=0, sequences=tuple(sequences))
+    engine = engine._replace(start=control.start, age=0, sequences=tuple(sequences))
     after = with_engine(with_control(state, which, control), index, engine)
-    yield f"{NAMES[index]} declares itself to CP{control.incarnation}", after
+    yield f"{NAMES[index]} declares itself to CP{control.start}", after
 
 
-def _provable(m: Model, index: int, sequence: Sequence, inventory: list[Shard]) -> bool:
+def _provable(index: int, sequence: Sequence, inventory: list[Shard]) -> bool:
     """Whether unsealed content is the claimer's: on every shard its generation was stamped before the restart."""
     at, generation = sequence.block, sequence.generation
     stamped = all(each.stamps[at] == generation for each in inventory)
-    if not m.on("an unsealed claim needs its stamp on every shard"):
-        stamped = all(each.stamps[at] <= generation for each in inventory)
     if index == R:
         return stamped and all((at, generation) in each.tables for each in inventory)
     return stamped
@@ -179,7 +178,7 @@ def _open(m: Model, state: State, which: int) -> State:
     control = state.controls[which]
     inventory = [each for each in control.inventory if each is not None]
     blocks = control.blocks
-    if m.on("stamps are read again before READY"):
+    if m.on("stamps are read again before READY") and m.on("a row counts only with its stamp"):
         blocks = tuple(
             block if all(shard.stamps[at] == block.generation for shard in state.shards) else block._replace(digest="")
             for at, block in enumerate(blocks)
@@ -218,7 +217,7 @@ def lost(m: Model, state: State, which: int, *, keep: bool) -> State:
         for each in SHARDS
     }
     engines = tuple(
-        engine._replace(inbox=(*engine.inbox, (control.incarnation, "lost", None)))
+        engine._replace(inbox=(*engine.inbox, (control.start, "lost", None)))
         if control.sessions[index] == "open"
         else engine
         for index, engine in enumerate(state.engines)

@@ -22,15 +22,31 @@ class Result(NamedTuple):
 
 def successors(m: Model, state: State) -> Iterable[tuple[str, State]]:
     """All steps of all parts."""
-    yield from shard.steps(m, state)
-    yield from engines.steps(m, state)
-    yield from control.steps(m, state)
+    for part in (shard, engines, control):
+        for label, after in part.steps(m, state):
+            if not label.startswith(m.bounds.still):
+                yield label, after
+
+
+def opened(m: Model) -> State:
+    """The state after the opening. Raises `ValueError` for a step that cannot be taken."""
+    state = initial(m.bounds)
+    free = m._replace(bounds=m.bounds._replace(still=()))
+    for wanted in m.bounds.opening:
+        for label, after in successors(free, state):
+            if label == wanted:
+                state = after
+                break
+        else:
+            possible = ", ".join(label for label, _ in successors(free, state))
+            raise ValueError(f"{m.bounds.name}: {wanted!r} is none of {possible}")
+    return state
 
 
 def search(rules: Iterable[str], bounds: Bounds, cap: int = 1_000_000) -> Result:
     """All states that can be reached under the rules, up to the first violation."""
     m = Model(frozenset(rules), bounds)
-    start = initial(bounds)
+    start = opened(m)
     parents: dict[State, tuple[State, str] | None] = {start: None}
     frontier = [start]
     while frontier:
@@ -42,7 +58,7 @@ def search(rules: Iterable[str], bounds: Bounds, cap: int = 1_000_000) -> Result
                 parents[after] = (state, label)
                 wrong = violation(m, after)
                 if wrong:
-                    return Result(len(parents), True, wrong, _trace(parents, after))
+                    return Result(len(parents), True, wrong, bounds.opening + _trace(parents, after))
                 if len(parents) >= cap:
                     return Result(len(parents), False, "", ())
                 following.append(after)

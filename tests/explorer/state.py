@@ -95,13 +95,13 @@ class Engine(NamedTuple):
     alive: tuple[bool, ...]
     age: int
     """Half times to live since the last renewal, at most 2."""
-    incarnation: int
-    """Of the control plane that it declared itself to: its stream's epoch."""
+    start: int
+    """Start of the control plane that it declared itself to: its stream's epoch."""
     mapped: tuple[int, ...]
     """Memory that each worker has mapped (A)."""
     sequences: tuple[Sequence, ...]
     inbox: tuple[tuple[int, str, Sequence | None], ...]
-    """Answers on their way, in order: (incarnation, kind, sequence)."""
+    """Answers on their way, in order: (start, kind, sequence)."""
 
 
 class Block(NamedTuple):
@@ -126,6 +126,8 @@ class Seal(NamedTuple):
 class Control(NamedTuple):
     """One start of the control plane."""
 
+    start: int
+    """Counts the starts: one process is never taken for another, whatever incarnation it took."""
     incarnation: int
     mode: str
     """starting, reconciling, ready, epoch (a new pool epoch is on its way to the shards)."""
@@ -210,7 +212,12 @@ class Bounds(NamedTuple):
     blocks: int
     budget: Budget
     operations: frozenset[str] = frozenset()
-    """queue (R waits before it is admitted), reuse (a session may get its own deferred block)."""
+    """queue (R waits before it is admitted), reuse (a session may get its own deferred block); of a rogue R: forge,
+    rewrite, lie (say that it has drained when it has not)."""
+    opening: tuple[str, ...] = ()
+    """Steps that are taken first."""
+    still: tuple[str, ...] = ()
+    """Steps that begin like this are not taken: a part that is stopped all the time."""
 
 
 class Model(NamedTuple):
@@ -256,8 +263,7 @@ def initial(bounds: Bounds) -> State:
         1, 1, 1, 1, 0, (Row(),) * count, (0,) * count, ("",) * count, frozenset(), frozenset((A, R)), frozenset(), (),
         frozenset(), False,
     )  # fmt: skip
-    control = Control(
-        1, "ready", (1, 1), 1, 0, 0, (Block(),) * count, ("open", "open"), (0, 0), frozenset(), (None, None),
+    control = Control(1, 1, "ready", (1, 1), 1, 0, 0, (Block(),) * count, ("open", "open"), (0, 0), frozenset(), (None, None),
         frozenset(), 0, "",
     )  # fmt: skip
     engine = Engine((True, True), 0, 1, (1, 1), (), ())
