@@ -54,6 +54,11 @@ def requests(m: Model, state: State, index: int, which: int) -> Steps:
     name = f"{NAMES[index]}, CP{control.start}"
     if control.sessions[index] == "silent" and control.start > engine.start:
         yield from declare(m, state, index, which)
+    opens = index == R and "open" in m.bounds.operations and control.mode == "ready"
+    if opens and control.sessions[index] == "none" and control.start > engine.start and not engine.sequences:
+        opened = control._replace(sessions=put(control.sessions, index, "open"))
+        after = with_engine(state, index, engine._replace(start=control.start, age=0))
+        yield f"{name}: opens a session", with_control(after, which, opened)
     if control.sessions[index] != "open" or control.start != engine.start:
         return
     if engine.age or control.timers[index]:
@@ -93,7 +98,7 @@ def _admit(m: Model, state: State, index: int, which: int, digest: str) -> Steps
         else:
             counter = control.counter + 1
             generation = control.incarnation * INCARNATION + counter
-            given = state.given | {(at, generation, len(state.given))}
+            given = state.given | {(at, generation)}
         held = block._replace(generation=generation, held=block.held | {(index, generation)})
         sequence = Sequence(digest, at, generation, hit, grant)
         after = with_control(
@@ -102,6 +107,8 @@ def _admit(m: Model, state: State, index: int, which: int, digest: str) -> Steps
         engine = state.engines[index]
         answer = (control.start, "grant", sequence)
         after = with_engine(after, index, engine._replace(inbox=(*engine.inbox, answer)))
+        if not hit and len(given) == len(state.given):
+            after = after._replace(bad="a generation is handed out twice")
         if hit and int(digest[-1]) < state.removed:
             after = after._replace(bad=f"removed content: {NAMES[index]} hits {digest}")
         yield f"{name}: {digest} {'hits' if hit else 'gets'} (b{at}, g{generation // 10}.{generation % 10})", after

@@ -5,7 +5,7 @@ from explorer.state import COMMITTED, DONE, LIVE, NAMES, RUNNING, SHARDS, A, Mod
 
 def violation(m: Model, state: State) -> str:
     """What is wrong in a state; empty when nothing is."""
-    return state.bad or _wrong_bytes(m, state) or _twice(state) or _unpublished(state) or _leaked(state)
+    return state.bad or _wrong_bytes(m, state) or _unpublished(state) or _leaked(state)
 
 
 def _wrong_bytes(m: Model, state: State) -> str:
@@ -47,12 +47,6 @@ def _wrong_bytes(m: Model, state: State) -> str:
             if readable and shard.data[at] != sequence.tag:
                 return f"wrong bytes: R reads {shard.data[at]!r} for {sequence.tag!r} on s{index}"
     return ""
-
-
-def _twice(state: State) -> str:
-    """A generation of a block is handed out once."""
-    pairs = {(block, generation) for block, generation, _ in state.given}
-    return "a generation is handed out twice" if len(pairs) < len(state.given) else ""
 
 
 def _unpublished(state: State) -> str:

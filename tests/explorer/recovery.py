@@ -185,6 +185,10 @@ def _open(m: Model, state: State, which: int) -> State:
         )
     control = control._replace(mode="ready", blocks=blocks, inventory=(None, None))
     state = with_control(state, which, control)
+    if m.on("a row counts only with its stamp"):
+        for at, block in enumerate(blocks):
+            if block.digest and any(shard.stamps[at] != block.generation for shard in state.shards):
+                state = state._replace(bad=f"a lost prefix: {block.digest} is indexed, and a shard has a newer stamp")
     epochs = {each.epoch for each in inventory}
     if len(epochs) > 1 or 0 in epochs:
         return lost(m, state, which, keep=False)

@@ -1,11 +1,16 @@
 """Breadth first, so that the first trace to a violation is a shortest one."""
 
 from collections.abc import Iterable
+from random import Random
 from typing import NamedTuple
 
 from explorer import control, engines, shard
 from explorer.properties import violation
-from explorer.state import Bounds, Model, State, initial
+from explorer.state import Bounds, Model, State, initial, with_engine
+
+
+FAULTS = 0.1
+"""Share of faults among the steps of a random walk."""
 
 
 class Result(NamedTuple):
@@ -25,7 +30,34 @@ def successors(m: Model, state: State) -> Iterable[tuple[str, State]]:
     for part in (shard, engines, control):
         for label, after in part.steps(m, state):
             if not label.startswith(m.bounds.still):
-                yield label, after
+                yield label, settled(m, after)
+
+
+def settled(m: Model, state: State) -> State:
+    """The state without what nobody will ever act on: it would only multiply the states."""
+    if state.net:
+        starts = {each.incarnation for each in state.controls}
+        dead = [
+            message
+            for message in state.net
+            if message.kind != "run"
+            and (
+                message.incarnation not in starts
+                if message.kind.startswith("ack")
+                else (
+                    (m.on("incarnation on messages") and message.incarnation < state.shards[message.shard].incarnation)
+                    or (m.on("boot id on messages") and message.boot != state.shards[message.shard].boot)
+                )
+            )
+        ]
+        if dead:
+            state = state._replace(net=state.net.difference(dead))
+    if m.on("stream epoch"):
+        for index, engine in enumerate(state.engines):
+            if engine.inbox and engine.inbox[0][0] < engine.start:
+                inbox = tuple(each for each in engine.inbox if each[0] >= engine.start)
+                state = with_engine(state, index, engine._replace(inbox=inbox))
+    return state
 
 
 def opened(m: Model) -> State:
@@ -64,6 +96,33 @@ def search(rules: Iterable[str], bounds: Bounds, cap: int = 1_000_000) -> Result
                 following.append(after)
         frontier = following
     return Result(len(parents), True, "", ())
+
+
+def walk(rules: Iterable[str], bounds: Bounds, seed: int, walks: int, longest: int = 200) -> Result:
+    """Random walks: deeper than a search comes, without its promise."""
+    m = Model(frozenset(rules), bounds)
+    random = Random(seed)
+    seen = 0
+    for _ in range(walks):
+        state, labels = opened(m), list(bounds.opening)
+        for _ in range(longest):
+            choices = list(successors(m, state))
+            if not choices:
+                break
+            # Faults are rare, or little happens between them.
+            faults = [each for each in choices if _is_fault(state, each[1])]
+            calm = [each for each in choices if not _is_fault(state, each[1])]
+            label, state = random.choice(faults if faults and (not calm or random.random() < FAULTS) else calm)
+            labels.append(label)
+            seen += 1
+            wrong = violation(m, state)
+            if wrong:
+                return Result(seen, False, wrong, tuple(labels))
+    return Result(seen, False, "", ())
+
+
+def _is_fault(before: State, after: State) -> bool:
+    return before.budget is not after.budget and before.budget.prompts == after.budget.prompts
 
 
 def _trace(parents: dict[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:

@@ -50,12 +50,16 @@ def _deliver(m: Model, state: State, message: Message) -> Steps:
     shard = state.shards[index]
     if message.kind == "run":
         refused = _refusal(m, shard, message)
+        copies = m.bounds.budget.duplicates > 0
         if refused:
             # A copy is not what R waits for.
             after = state if refused == "its plan is closed" else _answer(state, message, FAILED)
             yield f"s{index} refuses R's write of {_named(message)}: {refused}", after
         else:
-            yield f"s{index} accepts R's write of {_named(message)}", with_shard(state, index, _accept(shard, message))
+            yield (
+                f"s{index} accepts R's write of {_named(message)}",
+                with_shard(state, index, _accept(shard, message, remember=copies)),
+            )
         return
     if shard.incarnation > message.incarnation and m.on("incarnation on messages"):
         yield f"s{index} refuses an older control plane's {message.kind}", state
@@ -110,7 +114,7 @@ def _refusal(m: Model, shard: Shard, run: Message) -> str:
     return next((why for refused, why in refusals if refused), "")
 
 
-def _accept(shard: Shard, run: Message) -> Shard:
+def _accept(shard: Shard, run: Message, *, remember: bool) -> Shard:
     """Stamp, then row, then the kernel is queued."""
     at, generation = run.block, run.generation
     rows = shard.rows
@@ -121,7 +125,7 @@ def _accept(shard: Shard, run: Message) -> Shard:
         stamps=put(shard.stamps, at, generation),
         tables=shard.tables | {(at, generation)},
         jobs=(*shard.jobs, Job(run.tag, at, generation, run.tag)),
-        plans=shard.plans | {run.tag},
+        plans=shard.plans | {run.tag} if remember else shard.plans,
     )
 
 

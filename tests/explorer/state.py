@@ -197,8 +197,8 @@ class State(NamedTuple):
     engines: tuple[Engine, ...]
     net: frozenset[Message]
     budget: Budget
-    given: frozenset[tuple[int, int, int]] = frozenset()
-    """(block, generation, number of the grant): to see one that is handed out twice."""
+    given: frozenset[tuple[int, int]] = frozenset()
+    """(block, generation) handed out: to see one that is handed out twice."""
     removed: int = 0
     """Version below which content was removed, and the removal answered."""
     bad: str = ""
