@@ -138,9 +138,12 @@ def release(m: Model, state: State, which: int, index: int, sequence: Sequence, 
     control = state.controls[which]
     at, reference = sequence.block, (index, sequence.generation)
     block = control.blocks[at]
-    if reference not in block.held:
-        return state
-    deferred = block.deferred if drained or not m.on("deferral") else block.deferred | {reference}
+    deferred = block.deferred
+    if drained and m.on("a drained finish acknowledges"):
+        # The revocation, or the loss, that is on its way to the engine: it will know the sequence no more.
+        deferred -= {reference}
+    elif not drained and reference in block.held and m.on("deferral"):
+        deferred |= {reference}
     block = block._replace(held=block.held - {reference}, deferred=deferred)
     return with_control(state, which, control._replace(blocks=put(control.blocks, at, block)))
 

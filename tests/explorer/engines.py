@@ -1,6 +1,7 @@
 """The engines: what they receive, launch, finish and acknowledge."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from explorer import control as control_plane
 from explorer.shard import end_worker
@@ -61,11 +62,9 @@ def steps(m: Model, state: State) -> Steps:
     yield from _send(m, state)
 
 
-def replaced(engine: Engine, number: int, **changes: object) -> Engine:
+def replaced(engine: Engine, number: int, **changes: Any) -> Engine:
     """The engine with one sequence changed."""
-    return engine._replace(
-        sequences=put(engine.sequences, number, engine.sequences[number]._replace(**changes))  # type: ignore[arg-type]
-    )
+    return engine._replace(sequences=put(engine.sequences, number, engine.sequences[number]._replace(**changes)))
 
 
 def _tick(state: State, index: int) -> State:
@@ -100,8 +99,8 @@ def _receive(m: Model, state: State, index: int) -> Steps:
     elif kind == "grant" and sequence is not None:
         where = f"(b{sequence.block}, g{sequence.generation // INCARNATION}.{sequence.generation % INCARNATION})"
         what = "a hit on" if sequence.hit else "a grant of"
-        after = engine._replace(sequences=(*engine.sequences, sequence))
-        yield f"{name} receives {what} {where} for {sequence.tag}", with_engine(state, index, after)
+        engine = engine._replace(sequences=(*engine.sequences, sequence))
+        yield f"{name} receives {what} {where} for {sequence.tag}", with_engine(state, index, engine)
     else:  # revoked or lost: all that it has
         sequences = tuple(each._replace(status=RELEASED) for each in engine.sequences)
         mapped = tuple(shard.memory for shard in state.shards) if kind == "lost" else engine.mapped
@@ -146,9 +145,15 @@ def _work(m: Model, state: State, worker: int, number: int) -> Steps:
             stamped = shard._replace(stamps=put(shard.stamps, at, sequence.generation))
             yield f"{name} stamps b{at}", to(STAMPED, with_shard(state, worker, stamped))
     elif phase == STAMPED:
-        raised = max(
-            each.incarnation for each, mapped in zip(state.shards, engine.mapped, strict=True) if each.memory == mapped
-        ) if here else 0  # fmt: skip
+        raised = (
+            max(
+                each.incarnation
+                for each, mapped in zip(state.shards, engine.mapped, strict=True)
+                if each.memory == mapped
+            )
+            if here
+            else 0
+        )
         stale = (
             not sequence.hit and sequence.grant.incarnation < raised and m.on("a stamp below the raised incarnation")
         )
@@ -185,9 +190,15 @@ def _send(m: Model, state: State) -> Steps:
         for index in SHARDS:
             grant = sequence.grant
             run = Message(
-                "run", index, grant.incarnation, grant.boots[index], grant.epoch, sequence.block, sequence.generation,
+                "run",
+                index,
+                grant.incarnation,
+                grant.boots[index],
+                grant.epoch,
+                sequence.block,
+                sequence.generation,
                 sequence.tag,
-            )  # fmt: skip
+            )
             if sequence.status == RUNNING and not sequence.hit and sequence.phases[index] == IDLE:
                 after = with_engine(state, R, replaced(engine, number, phases=put(sequence.phases, index, LIVE)))
                 yield f"R sends its write of b{sequence.block} to s{index}", after._replace(net=state.net | {run})
@@ -203,7 +214,7 @@ def _send(m: Model, state: State) -> Steps:
             for at, stamp in enumerate(shard.stamps):
                 forged = Message(
                     "run", index, newest.incarnation, shard.boot, shard.epoch, at, stamp + 1, "forged", forged=True
-                )  # fmt: skip
+                )
                 after = spend(state, rogue=state.budget.rogue - 1)
                 yield f"R forges a grant of b{at} on s{index}", after._replace(net=state.net | {forged})
 
@@ -266,5 +277,5 @@ def _lease_over(m: Model, state: State, which: int) -> Steps:
     after = state
     for _ in engine.sequences:
         after = _dropped(after, A, 0)
-    after = with_engine(after, A, after.engines[A]._replace(inbox=()))
+    after = with_engine(after, A, after.engines[A]._replace(inbox=(), start=state.controls[which].start))
     yield "A says that it has drained", control_plane.session_over(after, which, A)

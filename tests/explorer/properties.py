@@ -68,10 +68,15 @@ def _unpublished(state: State) -> str:
 
 
 def _leaked(state: State) -> str:
-    """I1, I8: a reference belongs to a session that the control plane still waits for."""
+    """I1, I8: a reference belongs to a session that the control plane still waits for, and an engine that has nothing
+    and has read everything has no reference."""
     for control in state.controls:
         for at, block in enumerate(control.blocks):
-            for engine, _ in block.held | block.deferred:
-                if control.sessions[engine] == "none":
-                    return f"leaked: b{at} is referenced by {NAMES[engine]}, whose session is over"
+            for index, _ in block.held | block.deferred:
+                if control.sessions[index] == "none":
+                    return f"leaked: b{at} is referenced by {NAMES[index]}, whose session is over"
+                engine = state.engines[index]
+                idle = not engine.sequences and not engine.inbox and engine.start == control.start
+                if idle and control.sessions[index] == "open" and control.mode == "ready":
+                    return f"leaked: b{at} is referenced by {NAMES[index]}, which has nothing"
     return ""

@@ -63,9 +63,22 @@ def _start(m: Model, state: State) -> tuple[str, State]:
     count = len(state.shards[0].rows)
     start = 1 + m.bounds.budget.starts - state.budget.starts + 1
     control = Control(
-        start, incarnation, "starting", (0, 0), 0, 0, 0, (Block(),) * count, ("none", "none"), (0, 0), frozenset(),
-        (None, None), frozenset(), 0, "",
-    )  # fmt: skip
+        start=start,
+        incarnation=incarnation,
+        mode="starting",
+        boots=(0, 0),
+        epoch=0,
+        version=0,
+        counter=0,
+        blocks=(Block(),) * count,
+        sessions=("none", "none"),
+        timers=(0, 0),
+        seals=frozenset(),
+        inventory=(None, None),
+        acks=frozenset(),
+        removing=0,
+        waiting="",
+    )
     after = state._replace(controls=(*state.controls, control))
     return f"CP{start} starts", spend(after, starts=state.budget.starts - 1)
 

@@ -68,9 +68,18 @@ SCENARIOS = {
         Bounds("a client that lies", 1, B(((), ("r", "q")), rogue=1), frozenset(("lie",))),
         Bounds("lease", 1, B((("a",), ("r",)), ticks=(2, 0))),
         Bounds("dead worker", 1, B((("a",), ("r",)), deaths=(1, 0))),
-        Bounds("remote lease", 1, B((("a",), ("r",)), ticks=(0, 2), deaths=(0, 1))),
+        Bounds("remote lease", 1, B((("a",), ("r",)), ticks=(0, 2), deaths=(0, 1)), still=("A's worker on s1",)),
         Bounds("hit", 1, B((("a",), ("a", "r")), evictions=1)),
-        Bounds("hit under a lease", 1, B((("r",), ("r", "q")), ticks=(2, 0), evictions=1), opening=R_PUBLISHES),
+        Bounds(
+            "hit under a lease",
+            1,
+            B((("r",), ("r", "q")), ticks=(2, 0), evictions=1),
+            opening=R_PUBLISHES,
+            still=("A's worker on s1",),
+        ),
+        Bounds(
+            "two blocks", 2, B((("a",), ("a", "r")), evictions=1), opening=A_PUBLISHES[:-1], still=("A's worker on s1",)
+        ),
         Bounds("revocation", 1, B((("a",), ("r",)), revocations=1)),
         Bounds("removal", 1, B((("a",), ("a",)), removals=1), frozenset(("queue",)), opening=A_LAUNCHES),
         Bounds("removal and restart", 1, B(((), ("r", "r")), removals=1, starts=1, crashes=1), opening=R_PUBLISHES),
@@ -79,10 +88,12 @@ SCENARIOS = {
             "restart, stopped",
             1,
             B((("a",), ("r",)), starts=1, crashes=1, ticks=(2, 0)),
-            opening=(*A_LAUNCHES, "CP1 crashes"),
-            still=("A's worker on s1",),
+            opening=A_LAUNCHES,
+            still=("A's worker on s1", "A, CP", "A says", "A commits"),
         ),
-        Bounds("restart, remote", 1, B((("a",), ("r",)), starts=1, crashes=1), opening=R_GETS),
+        Bounds(
+            "restart, remote", 1, B((("a",), ("r",)), starts=1, crashes=1), opening=R_GETS, still=("A's worker on s1",)
+        ),
         Bounds("restart, attached", 1, B((("a", "c"), ()), starts=1, crashes=1, evictions=1), opening=A_PUBLISHES),
         Bounds("restart, remote grant", 1, B(((), ("r", "q")), starts=1, crashes=1, evictions=1), opening=R_PUBLISHES),
         Bounds(
@@ -100,6 +111,13 @@ SCENARIOS = {
             still=("A's worker on s1",),
         ),
         Bounds("lost memory", 1, B((("a",), ("r",)), losses=1), opening=A_LAUNCHES),
+        Bounds(
+            "lost memory, remote",
+            1,
+            B((("a",), ("r",)), losses=1),
+            opening=R_SENDS,
+            still=("A's worker on s0", "s1 restarts"),
+        ),
         Bounds("memory taken up again", 1, B((("a",), ("r",)), reattaches=1), opening=A_LAUNCHES),
         Bounds(
             "all restart",
@@ -111,6 +129,47 @@ SCENARIOS = {
         ),
     )
 }
+
+RULES = {
+    "stale generations are refused": "a client that lies",
+    "a plan runs once": "late writes",
+    "filled slots refuse writes": "rewritten blocks",
+    "grants checked": "forged grants",
+    "stream order": "own blocks",
+    "deferral": "late writes",
+    "acknowledgement means drained": "revocation",
+    "a drained finish acknowledges": "revocation",
+    "commit after completion": "hit",
+    "index after the last acknowledgement": "hit",
+    "a digest counts when it is on all shards": "hit",
+    "hold maps": "lease",
+    "hold bit before the lease check": "lease",
+    "only messages renew a lease": "hit under a lease",
+    "nothing is launched after ttl/2": "hit under a lease",
+    "gone means gone on every shard": "dead worker",
+    "a version raise hashes waiting requests again": "removal",
+    "the namespace version is stored before the answer": "removal and restart",
+    "the incarnation is raised": "restart, remote",
+    "incarnation in grants": "restart, remote grant",
+    "incarnation on messages": "restart, attached",
+    "a row counts only with its stamp": "restart, attached",
+    "a stamp below the raised incarnation": "restart, attached",
+    "stamps are read again before READY": "restart, attached",
+    "a cut at a declaration defers": "restart, remote",
+    "a declaration lists what was released and still runs": "restart, launched",
+    "stream epoch": "restart, undelivered hit",
+    "sessions and hold maps in shared memory": "all restart",
+    "boot id on messages": "late writes, restart of a shard",
+    "a new pool epoch defers": "lost memory",
+    "pool epoch in grants": "lost memory, remote",
+    "a superseded renewal renews nothing": "superseded renewal",
+}
+"""Every rule that is necessary by itself, and the scenario in which its absence shows."""
+
+SECOND_LINES = ("sealed rows refuse writes", "a seal needs its stamp")
+"""Rules that stop nothing here that another rule does not stop already."""
+
+ALL_RULES = (*RULES, *SECOND_LINES)
 
 EVERYTHING = Bounds(
     "everything at once",

@@ -1,5 +1,6 @@
 """Breadth first, so that the first trace to a violation is a shortest one."""
 
+import gc
 from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
@@ -7,7 +8,6 @@ from typing import NamedTuple
 from explorer import control, engines, shard
 from explorer.properties import violation
 from explorer.state import Bounds, Model, State, initial, with_engine
-
 
 FAULTS = 0.1
 """Share of faults among the steps of a random walk."""
@@ -77,7 +77,15 @@ def opened(m: Model) -> State:
 
 def search(rules: Iterable[str], bounds: Bounds, cap: int = 1_000_000) -> Result:
     """All states that can be reached under the rules, up to the first violation."""
-    m = Model(frozenset(rules), bounds)
+    # Millions of small tuples and no cycles: looking for some costs more than the search.
+    gc.disable()
+    try:
+        return _search(Model(frozenset(rules), bounds), cap)
+    finally:
+        gc.enable()
+
+
+def _search(m: Model, cap: int) -> Result:
     start = opened(m)
     parents: dict[State, tuple[State, str] | None] = {start: None}
     frontier = [start]
@@ -90,7 +98,7 @@ def search(rules: Iterable[str], bounds: Bounds, cap: int = 1_000_000) -> Result
                 parents[after] = (state, label)
                 wrong = violation(m, after)
                 if wrong:
-                    return Result(len(parents), True, wrong, bounds.opening + _trace(parents, after))
+                    return Result(len(parents), True, wrong, m.bounds.opening + _trace(parents, after))
                 if len(parents) >= cap:
                     return Result(len(parents), False, "", ())
                 following.append(after)

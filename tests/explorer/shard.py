@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from explorer.state import (
-    A,
     DONE,
     FAILED,
     LIVE,
-    R,
     SHARDS,
+    A,
     Job,
     Message,
     Model,
+    R,
     Row,
     Shard,
     State,
@@ -168,9 +168,21 @@ def _seal(m: Model, shard: Shard, seal: Message) -> tuple[bool, Shard]:
 def _lost(shard: Shard) -> Shard:
     count = len(shard.rows)
     return Shard(
-        shard.boot + 1, shard.memory + 1, 0, 0, 0, (Row(),) * count, (0,) * count, ("",) * count, frozenset(),
-        frozenset(), frozenset(), (), frozenset(), False,
-    )  # fmt: skip
+        boot=shard.boot + 1,
+        memory=shard.memory + 1,
+        incarnation=0,
+        epoch=0,
+        version=0,
+        rows=(Row(),) * count,
+        stamps=(0,) * count,
+        data=("",) * count,
+        bits=frozenset(),
+        sessions=frozenset(),
+        tables=frozenset(),
+        jobs=(),
+        plans=frozenset(),
+        fenced=False,
+    )
 
 
 def _again(m: Model, shard: Shard) -> Shard:

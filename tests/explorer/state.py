@@ -1,11 +1,11 @@
 """What the model's parts know: immutable, hashable, as small as the rules allow.
 
 Two engines (A attached with a worker on each shard, R remote), two shards, one or two control planes, a network of
-messages in no order. A stopped process (SIGSTOP) needs no state of its own: it is one whose actions are not taken, and the
-search takes every order. Time is what passes of a lease: ticks of half a time to live.
+messages in no order. A stopped process (SIGSTOP) needs no state of its own: it is one whose actions are not taken,
+and the search takes every order. Time is what passes of a lease: ticks of half a time to live.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ def with_engine(state: State, index: int, engine: Engine) -> State:
     return state._replace(engines=put(state.engines, index, engine))
 
 
-def spend(state: State, **left: object) -> State:
+def spend(state: State, **left: Any) -> State:
     """The state with some of the budget spent."""
     return state._replace(budget=state.budget._replace(**left))
 
@@ -260,11 +260,37 @@ def initial(bounds: Bounds) -> State:
     """A READY pool with both sessions open and nothing in it."""
     count = bounds.blocks
     shard = Shard(
-        1, 1, 1, 1, 0, (Row(),) * count, (0,) * count, ("",) * count, frozenset(), frozenset((A, R)), frozenset(), (),
-        frozenset(), False,
-    )  # fmt: skip
-    control = Control(1, 1, "ready", (1, 1), 1, 0, 0, (Block(),) * count, ("open", "open"), (0, 0), frozenset(), (None, None),
-        frozenset(), 0, "",
-    )  # fmt: skip
+        boot=1,
+        memory=1,
+        incarnation=1,
+        epoch=1,
+        version=0,
+        rows=(Row(),) * count,
+        stamps=(0,) * count,
+        data=("",) * count,
+        bits=frozenset(),
+        sessions=frozenset((A, R)),
+        tables=frozenset(),
+        jobs=(),
+        plans=frozenset(),
+        fenced=False,
+    )
+    control = Control(
+        start=1,
+        incarnation=1,
+        mode="ready",
+        boots=(1, 1),
+        epoch=1,
+        version=0,
+        counter=0,
+        blocks=(Block(),) * count,
+        sessions=("open", "open"),
+        timers=(0, 0),
+        seals=frozenset(),
+        inventory=(None, None),
+        acks=frozenset(),
+        removing=0,
+        waiting="",
+    )
     engine = Engine((True, True), 0, 1, (1, 1), (), ())
     return State((shard, shard), (control,), (engine, engine), frozenset(), bounds.budget)
