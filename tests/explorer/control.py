@@ -2,27 +2,10 @@
 
 from collections.abc import Iterator
 
+from explorer.parts import INCARNATION, NAMES, SHARDS, A, Block, Control, Grant, Message, R, Seal, Sequence
 from explorer.recovery import declare, without_engine
 from explorer.recovery import steps as recovery_steps
-from explorer.state import (
-    INCARNATION,
-    NAMES,
-    SHARDS,
-    A,
-    Block,
-    Control,
-    Grant,
-    Message,
-    Model,
-    R,
-    Seal,
-    Sequence,
-    State,
-    put,
-    spend,
-    with_control,
-    with_engine,
-)
+from explorer.state import Model, State, put, spend, with_control, with_engine
 
 Steps = Iterator[tuple[str, State]]
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from explorer import control as control_plane
-from explorer.shard import end_worker
-from explorer.state import (
+from explorer.parts import (
     COMMITTED,
     DONE,
     FAILED,
@@ -21,15 +20,11 @@ from explorer.state import (
     A,
     Engine,
     Message,
-    Model,
     R,
     Sequence,
-    State,
-    put,
-    spend,
-    with_engine,
-    with_shard,
 )
+from explorer.shard import end_worker
+from explorer.state import Model, State, put, spend, with_engine, with_shard
 
 Steps = Iterator[tuple[str, State]]
 

@@ -1,6 +1,7 @@
 """What must hold in every state."""
 
-from explorer.state import COMMITTED, DONE, LIVE, NAMES, RUNNING, SHARDS, A, Model, R, State
+from explorer.parts import COMMITTED, DONE, LIVE, NAMES, RUNNING, SHARDS, A, R
+from explorer.state import Model, State
 
 
 def violation(m: Model, state: State) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from explorer.state import (
+from explorer.parts import (
     COMMITTED,
     HELD,
     LIVE,
@@ -16,17 +16,11 @@ from explorer.state import (
     Control,
     Grant,
     Message,
-    Model,
     R,
     Sequence,
     Shard,
-    State,
-    put,
-    spend,
-    with_control,
-    with_engine,
-    with_shard,
 )
+from explorer.state import Model, State, put, spend, with_control, with_engine, with_shard
 
 Steps = Iterator[tuple[str, State]]
 

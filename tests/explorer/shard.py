@@ -2,24 +2,8 @@
 
 from collections.abc import Iterator
 
-from explorer.state import (
-    DONE,
-    FAILED,
-    LIVE,
-    SHARDS,
-    A,
-    Job,
-    Message,
-    Model,
-    R,
-    Row,
-    Shard,
-    State,
-    put,
-    spend,
-    with_engine,
-    with_shard,
-)
+from explorer.parts import DONE, FAILED, LIVE, SHARDS, A, Job, Message, R, Row, Shard
+from explorer.state import Model, State, put, spend, with_engine, with_shard
 
 Steps = Iterator[tuple[str, State]]
 

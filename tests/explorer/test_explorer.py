@@ -8,6 +8,7 @@ import pytest
 
 from explorer.scenarios import ALL_RULES, EVERYTHING, RULES, SCENARIOS, SECOND_LINES
 from explorer.search import Result, search, walk
+from explorer.state import Bounds, Budget
 
 WALKS = 60
 LARGE = 120_000
@@ -61,6 +62,13 @@ def test_second_lines_are_not_necessary_alone() -> None:
     """If one of them is, it belongs among the rules with a scenario."""
     for rule, scenario in zip(SECOND_LINES, ("rewritten blocks", "restart, remote grant"), strict=True):
         assert not _without(rule, scenario).violation
+
+
+def test_a_client_that_lies_beside_attached_processes() -> None:
+    """A known limit (docs/protocol.md): hence pools of mixed trust are remote only."""
+    budget = Budget((("a",), ("r",)), rogue=1)
+    result = search(ALL_RULES, Bounds("a limit", 1, budget, frozenset(("lie",))))
+    assert result.violation.startswith("wrong bytes: A reads 'r0'")
 
 
 @pytest.mark.slow
