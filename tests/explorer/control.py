@@ -17,7 +17,7 @@ def steps(m: Model, state: State) -> Steps:
         if state.budget.crashes:
             after = state._replace(controls=(*state.controls[:which], *state.controls[which + 1 :]))
             yield f"{name} crashes", spend(after, crashes=state.budget.crashes - 1)
-        for message in state.net:
+        for message in sorted(state.net):
             if message.kind.startswith("ack") and message.incarnation == control.incarnation:
                 after = state._replace(net=state.net - {message})
                 yield f"{name} reads {message.kind} of s{message.shard}", _acknowledged(m, after, which, message)

@@ -10,7 +10,7 @@ Steps = Iterator[tuple[str, State]]
 
 def steps(m: Model, state: State) -> Steps:
     """Everything that a shard, or the network before it, can do next."""
-    for message in state.net:
+    for message in sorted(state.net):  # so that every run takes the same order
         if message.kind.startswith("ack"):
             continue
         for label, after in _deliver(m, state, message):
