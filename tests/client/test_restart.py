@@ -61,11 +61,13 @@ class StampingWalk(Walk):
     def note(self, result: StepResult) -> None:
         for cut in result.cuts:
             self.cuts += 1
+            lengths = self.running.get(cut.sequence_id)
+            if lengths is None:
+                continue  # ended by a step that was on its way
             if cut.num_slots:
-                lengths = self.running[cut.sequence_id]
                 lengths[1] = min(lengths[1], cut.num_slots)
                 self.rests[cut.sequence_id] = result.step_id
-            elif cut.sequence_id in self.running:
+            else:
                 del self.running[cut.sequence_id]
                 self.waiting.append(cut.sequence_id)
         super().note(result)
