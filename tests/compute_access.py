@@ -73,7 +73,7 @@ def rig(
             "block_tokens": BLOCK,
             "tokenizer_revision": "t",
         }
-        values = [settings(folder, f"compute-{rank}", rank=rank, **model, **change(rank)) for rank in range(shards)]
+        values = [settings(folder, f"compute-{rank}", rank=rank, **(model | change(rank))) for rank in range(shards)]
         servers = [stack.enter_context(running(each)) for each in values]
         service.wait_ready()
         made = Rig(service, servers, oracle, values[0].get("window_tokens"))

@@ -1,6 +1,6 @@
 """Both services for a model, in this process: what tests of the engine, and nothing else, are built on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,11 @@ BLOCK_TOKENS = 16
 class Pool:
     """A pool for one model, with its services."""
 
-    def __init__(self, service: RunningService, model: LoadedModel, num_blocks: int) -> None:
+    def __init__(
+        self, service: RunningService, model: LoadedModel, num_blocks: int, start: Callable[[], RunningService]
+    ) -> None:
         self.service = service
+        self._start = start
         self.model = model
         self.num_blocks = num_blocks
 
@@ -31,6 +34,11 @@ class Pool:
         with Engine.open(self.model, mode=mode, address=self.service.address, **options) as engine:
             yield engine
         self.check_nothing_held()
+
+    def restart_service(self) -> None:
+        """End the cache service, and with it all that it knew; start it again at the same address."""
+        self.service.stop()
+        self.service = self._start()
 
     def check_nothing_held(self) -> None:
         """Every block is free or cached, and the invariants hold."""
@@ -55,7 +63,11 @@ def pool_for(
     **cache_settings: Any,
 ) -> Iterator[Pool]:
     """A cache service and as many compute services as there are shards."""
-    service = RunningService(folder, **cache_settings)
+
+    def start() -> RunningService:
+        return RunningService(folder, **cache_settings)
+
+    made = Pool(start(), model, num_blocks, start)
     try:
         with ExitStack() as stack:
             for rank in range(tensor_parallel):
@@ -71,10 +83,10 @@ def pool_for(
                     memory_folder=folder / f"memory-{rank}",
                 )
                 stack.enter_context(running(values))
-            service.wait_ready()
-            yield Pool(service, model, num_blocks)
+            made.service.wait_ready()
+            yield made
     finally:
-        service.stop()
+        made.service.stop()
 
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:

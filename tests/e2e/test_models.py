@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvplane.client.integrations.transformers.revisions import tokenizer_revision, weights_revision
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -30,7 +31,6 @@ from transformers import (
 
 from engine_rig import greedy, on_kvplane, pool_for, prompts, seeded, tiny_llama
 from kvplane.client.integrations.transformers import SamplingParams, adopt_model, load_model
-from kvplane.client.integrations.transformers.revisions import tokenizer_revision, weights_revision
 from kvplane.wire.errors import InvalidArgumentError, UnsupportedFeatureError
 
 SMALL: dict[str, Any] = {

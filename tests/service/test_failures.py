@@ -23,8 +23,11 @@ from wire_engine import (
     core_result,
     core_step,
     finish,
+    ids,
     new_sequence,
+    numbers,
     sequence_id,
+    u32,
     u64,
 )
 
@@ -289,6 +292,23 @@ def test_remote_sessions_get_signed_grants(service: MakeService) -> None:
     assert (body.number, body.truncated_sequence_ids, body.truncated_tokens) == (2, u64([A]), b"\x14\0\0\0")
     engine.step(finish=finish(A))
     assert verify(pool.grant_key, engine.result.grant).released_sequence_ids == u64([A])
+
+
+def test_a_grant_leaves_out_what_the_same_step_took_back(service: MakeService) -> None:
+    """A sequence that got a block and yielded it to the next one: a shard releases first, and must not be given entries
+    of a table that it has just dropped."""
+    running, _ = service(8)
+    engine = WireEngine(running.control(), mode=types_pb2.SESSION_MODE_REMOTE)
+    engine.step(admit=admit(new_sequence(A, range(48), priority=5), new_sequence(B, range(100, 148))))
+    engine.step(commit=commit((A, 48), (B, 48)))
+    engine.step(extend=step_pb2.Extend(sequence_ids=u64([A, B]), num_slots=u32([64, 64])))
+    assert engine.states()[A][0] == "PREEMPTED"
+    body = verify(running.server.plane.pools["default"].grant_key, engine.result.grant)
+    assert A in ids(body.released_sequence_ids)
+    granted = [sequence for delta in body.table_deltas for sequence in ids(delta.sequence_ids)]
+    assert A not in granted
+    for delta in body.table_deltas:
+        assert len(numbers(delta.blocks.block_ids)) == sum(numbers(delta.counts)) == len(ids(delta.blocks.generations))
 
 
 def test_draining_is_announced(tmp_path: Any) -> None:

@@ -8,7 +8,7 @@ from kvplane.cache.core.sequences import Status
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.v1 import step_pb2, types_pb2
 from kvplane.wire.grants import sign
-from kvplane.wire.packed import pack_u32, pack_u64, unpack_u32, unpack_u64
+from kvplane.wire.packed import U64Array, pack_u32, pack_u64, unpack_u32, unpack_u64
 
 if TYPE_CHECKING:
     from kvplane.cache.service.pools import HostedPool
@@ -26,12 +26,35 @@ def grant_of(pool: "HostedPool", session: EngineSession, result: step_pb2.StepRe
         return
     body = _next_body(pool, session)
     body.step_id = result.step_id
-    body.table_deltas.extend(result.table_deltas)
+    # A shard releases before it grants. What a step gave and took again is not granted at all.
+    body.table_deltas.extend(_without(delta, released) for delta in result.table_deltas)
     body.released_sequence_ids = released.tobytes()
     body.truncated_sequence_ids, body.truncated_tokens = pack_u64(truncated), pack_u32(tokens)
     body.copies.extend(result.transfers)
     result.grant.CopyFrom(sign(pool.grant_key, body))
     del result.table_deltas[:]
+
+
+def _without(delta: types_pb2.TableDelta, released: U64Array) -> types_pb2.TableDelta:
+    """A delta without the entries of sequences that are released."""
+    sequence_ids = unpack_u64("sequence_ids", delta.sequence_ids)
+    kept = ~np.isin(sequence_ids, released)
+    if kept.all():
+        return delta
+    starts, counts = unpack_u32("starts", delta.starts), unpack_u32("counts", delta.counts)
+    entries = np.repeat(kept, counts)
+    blocks = delta.blocks
+    return types_pb2.TableDelta(
+        sequence_ids=sequence_ids[kept].tobytes(),
+        starts=starts[kept].tobytes(),
+        counts=counts[kept].tobytes(),
+        blocks=types_pb2.BlockList(
+            segment=blocks.segment,
+            group=blocks.group,
+            block_ids=unpack_u32("block_ids", blocks.block_ids)[entries].tobytes(),
+            generations=unpack_u64("generations", blocks.generations)[entries].tobytes(),
+        ),
+    )
 
 
 def reset_grant(pool: "HostedPool", session: EngineSession) -> step_pb2.Grant:

@@ -23,12 +23,14 @@ from kvplane.client.compute.holds import Holds
 from kvplane.client.compute.memory import MappedShard, map_shard
 from kvplane.client.compute.topology import Topology, at_shard
 from kvplane.client.compute.work import Works
+from kvplane.client.opening import RETRY_SECONDS
 from kvplane.client.state import SessionState
 from kvplane.client.values import BlockCopy
 from kvplane.v1 import compute_pb2, types_pb2
 from kvplane.v1.compute_pb2_grpc import ComputeServiceStub
 from kvplane.wire.errors import (
     KvplaneError,
+    LaunchPausedError,
     PoolLostError,
     PreconditionError,
     SessionExpiredError,
@@ -97,6 +99,7 @@ class AttachedCompute:
         with self._lock:
             # From here on no drain is said before the plan is closed.
             self.check_launch()
+            self._check_incarnations()
             # Before the plan counts as open: what the newest step let go of is not in its tables.
             completed_step = self._state.completed_step
             token = self._state.plan_opened()
@@ -126,6 +129,20 @@ class AttachedCompute:
         if self._ended is not None:
             raise self._ended.with_traceback(None)
         self._state.lease.check()
+
+    def _check_incarnations(self) -> None:
+        """A renewal by a control plane that was superseded counts for nothing: its successor may give away what this
+        session has in its tables (docs/protocol.md). Raises `LaunchPausedError`."""
+        known = self._state.pool.incarnation
+        for shard in self.shards:
+            if shard.incarnation > known:
+                error = LaunchPausedError(
+                    f"the shard follows incarnation {shard.incarnation} of the cache service, this session knows "
+                    f"{known}; the next result says what of its tables is left",
+                    metadata={"incarnation": str(shard.incarnation)},
+                    retry_after_seconds=RETRY_SECONDS,
+                )
+                raise at_shard(error, shard.shard)
 
     def plan_closed(self, plan: AttachedPlan | None, token: int) -> None:
         """A plan ended, or was not made."""

@@ -25,8 +25,10 @@ from kvplane.wire.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     KvplaneError,
+    LaunchPausedError,
     NotFoundError,
     PreconditionError,
+    StaleEpochError,
     UnavailableError,
 )
 
@@ -231,6 +233,10 @@ class Engine:
                 sequences, places = self._completions.targets(batch)
                 tokens = self._forward.run(batch, places, [each.sampler for each in sequences])
                 events = self._completions.take(sequences, tokens)
+        except (LaunchPausedError, StaleEpochError):
+            # The cache service is away, or was started anew: nothing counts as computed, and the result of this step
+            # says with what to go on.
+            batch = None
         finally:
             computed = time.perf_counter()
             self._collect()
