@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvplane.cache.service.keys import Keys, Lease
@@ -196,6 +197,21 @@ def test_a_process_that_attaches_late_is_known(world: MakeWorld) -> None:
     assert here.stats().quarantined_blocks == 1
     here.shards[0].process_gone(silent.session_id, 100)
     wait_until(lambda: here.stats().quarantined_blocks == 0, "its block is back")
+
+
+def test_what_is_stamped_meanwhile_is_not_hit(world: MakeWorld) -> None:
+    """A late engine stamps a block of the old start, sees the new one, and launches nothing: its row is out, and so are
+    those behind it."""
+    here = world()
+    silent = running(here, REMOTE, ttl_ms=2000)
+    (first, _), (second, mark), _ = silent.held[A].table
+    here.restart()
+    wait_until(lambda: here.stats().cached_blocks == 2, "the inventory is read")
+    here.shards[0].stamp(np.array([second]), np.array([mark + 1], np.uint64))
+    here.service.wait_ready()
+    wait_until(lambda: here.shards[0].sealed_blocks() == [first], "the row is void")
+    assert here.stats().cached_blocks == 1
+    assert here.stats().free_blocks == 62
 
 
 def test_a_lease_that_ends_while_a_shard_is_away_is_fenced_when_it_is_back(world: MakeWorld) -> None:

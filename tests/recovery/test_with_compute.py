@@ -203,6 +203,32 @@ def test_an_attached_process_keeps_its_blocks_until_it_is_gone(service: Service,
     memory.close()
 
 
+def test_both_services_are_restarted(service: Service, tmp_path: Path) -> None:
+    """The memory outlives both: sealed blocks are kept, and a remote sequence goes on from its last sealed one, since
+    its granted table went with the process."""
+    with running(settings(tmp_path, **MODEL)) as shard:
+        wait_until(service.ready, "the pool opens", 30)
+        engine = RecoveringEngine(service.control(), mode=REMOTE)
+        data = remote(engine, shard)
+        engine.step(admit=admit(new_sequence(A, TOKENS)))
+        compute(data, A, TOKENS, 0, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        engine.settle()
+        data.close()
+        service.kill()
+    service.start()
+    with running(settings(tmp_path, **MODEL)) as shard:
+        result = engine.come_back(service.control())
+        assert engine.cuts == {A: (32, "NOT_GRANTED")}
+        wait_until(service.ready, "the pool opens", 30)
+        data = remote(engine, shard)
+        data.apply(result.grant)
+        engine.step(extend=step_pb2.Extend(sequence_ids=A.to_bytes(8, "little"), num_slots=(40).to_bytes(4, "little")))
+        compute(data, A, TOKENS, 32, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        data.close()
+
+
 def test_kill_after_kill(service: Service, shard: ComputeServer) -> None:
     """The same session over many starts; each has a higher incarnation, and no output is wrong."""
     engine = RecoveringEngine(service.control(), mode=REMOTE)
