@@ -10,8 +10,9 @@ from kvplane.cache.service import identities
 from kvplane.cache.service.ages import WAITING, Ages
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.encode import write_statistics
+from kvplane.cache.service.held_pools import recoverable
 from kvplane.cache.service.metrics import Metrics
-from kvplane.cache.service.recovering import PoolRecovery, recoverable
+from kvplane.cache.service.recovering import PoolRecovery
 from kvplane.cache.service.seals import SealPump
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.cache.service.shards import Broadcast, ShardLink
