@@ -63,6 +63,7 @@ class TensorlessShard:
         model: types_pb2.ModelIdentity | None = None,
         group: types_pb2.GroupSpec | None = None,
     ) -> None:
+        self._stopped = False
         self._address = address
         self._dial()
         self._model = model or model_message(block_tokens)
@@ -179,7 +180,7 @@ class TensorlessShard:
         """Register and connect from a thread of its own, again whenever the stream breaks, as services do."""
 
         def follow() -> None:
-            while True:
+            while not self._stopped:
                 try:
                     self.start()
                 except KvplaneError:
@@ -227,6 +228,7 @@ class TensorlessShard:
 
     def stop(self) -> None:
         """Leave."""
+        self._stopped = True
         self.cut()
         self._channel.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvplane.cache.service.clock import RunningClock
 from kvplane.cache.service.keys import Keys, Lease
 from kvplane.v1 import cache_pb2, types_pb2
 from kvplane.wire import errors
@@ -228,6 +229,13 @@ def test_a_lease_that_ends_while_a_shard_is_away_is_fenced_when_it_is_back(world
     wait_until(lambda: here.stats().quarantined_blocks == 0, "its blocks are back")
     assert engine.session_id in here.shards[0].fenced
     here.service.wait_ready()
+
+
+def test_the_clock_of_leases_stands_still_with_the_process() -> None:
+    """A gap is no time that anybody was silent."""
+    moments = iter([10.0, 10.2, 10.9, 15.0, 15.3])
+    clock = RunningClock(lambda: next(moments))
+    assert [round(clock(), 6) for _ in range(4)] == [10.2, 10.9, 10.9, 11.2]
 
 
 def test_the_key_file_is_this_users_alone(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The cache service as a process, killed with SIGKILL, beside a real compute service whose bytes outlive it."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ from compute_oracle import Oracle, assert_attention
 from kvplane.client.control import GrpcCacheControl, connect
 from kvplane.compute.server import ComputeServer
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import KvplaneError, NotGrantedError, StaleEpochError
+from kvplane.wire.errors import KvplaneError, NotGrantedError, SessionExpiredError, StaleEpochError
 from recovery_engine import RecoveringEngine
 from service_rig import wait_until
+from tensorless_shard import TensorlessShard
 from wire_engine import A, B, WireEngine, admit, advance, commit, new_sequence
 
 MODEL: dict[str, Any] = {
@@ -44,8 +46,13 @@ class Service:
 
     def start(self) -> None:
         """Start it."""
-        flags = ["--listen", self.address, "--metrics-address", "", "--log-level", "error"]
+        flags = ["--listen", self.address, "--metrics-address", "", "--log-level", "error", "--shard-ttl-seconds", "2"]
         self._process = subprocess.Popen([sys.executable, "-m", "kvplane.cache", *flags])
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL: nothing is told to anybody."""
@@ -201,6 +208,25 @@ def test_an_attached_process_keeps_its_blocks_until_it_is_gone(service: Service,
             seed = block + 2 * place.layer + place.role
             assert torch.equal(found, compute_attached.block_bytes(seed, found.shape, found.dtype))
     memory.close()
+
+
+def test_a_stopped_service_takes_nobody_for_dead(service: Service) -> None:
+    """It wakes up after its engines' and shards' time to live: what they sent meanwhile counts first."""
+    shard = TensorlessShard(service.address)
+    shard.keep_connected()
+    wait_until(service.ready, "the pool opens", 30)
+    engine = RecoveringEngine(service.control(), [shard], ttl_ms=2000)
+    engine.step(admit=admit(new_sequence(A, TOKENS)))
+    service.signal(signal.SIGSTOP)
+    time.sleep(3)
+    service.signal(signal.SIGCONT)
+    time.sleep(0.5)
+    engine.step(advance=advance(7, (A, 40, 41)))
+    assert engine.held[A].running
+    time.sleep(2.5)
+    with pytest.raises(SessionExpiredError):
+        engine.step()
+    shard.stop()
 
 
 def test_both_services_are_restarted(service: Service, tmp_path: Path) -> None:
