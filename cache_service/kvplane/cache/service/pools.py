@@ -144,10 +144,10 @@ class HostedPool:
             self._begin()
 
     def forget(self, reason: str) -> None:
-        """Another control plane has decided meanwhile: what this one knows is old. The bytes are there, and so are the
-        sessions that the shards know: it begins anew, as after a restart."""
+        """Another control plane decides now, or has decided meanwhile: what this one knows is old. The bytes are there,
+        and so are the sessions that the shards know: it begins anew, as after a restart, when it has all shards."""
         _log.error("pool forgotten", pool=self.pool_id, pool_epoch=self.pool_epoch, reason=reason)
-        error = StaleEpochError(f"pool {self.pool_id} was in the hands of another control plane: resume the session")
+        error = StaleEpochError(f"pool {self.pool_id} is, or was, another control plane's: resume the session")
         for session in self.sessions.values():
             if session.close_stream is not None:
                 session.close_stream(error)

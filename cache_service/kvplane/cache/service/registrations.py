@@ -191,6 +191,8 @@ class Registrations:
             pool.stream_lost(link)
             if close is not None:
                 close(error)
+            # Nor does it renew a lease any more: whoever took over counts them.
+            pool.forget(error.message)
 
 
 def _check(request: registry_pb2.RegisterRequest) -> None:
