@@ -219,11 +219,13 @@ class TensorlessShard:
         old[0].put(None)
         self.connect()
 
-    def restart(self) -> None:
-        """Come back as a new boot with empty memory."""
+    def restart(self, keep: bool = False) -> None:
+        """Come back as a new boot, with empty memory or with what was there."""
         self.cut()
         self.boot_id = random.getrandbits(63) | 1
-        self.view, self._acks = None, {}
+        self._acks = {}
+        if not keep:
+            self.view = None
         self.start()
 
     def stop(self) -> None:

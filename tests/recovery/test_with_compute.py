@@ -125,6 +125,12 @@ def granted(engine: WireEngine) -> list[step_pb2.Grant]:
     return [engine.result.grant] if engine.result.HasField("grant") else []
 
 
+def read_to_the_end(engine: WireEngine) -> None:
+    """Read notices until the stream ends with an error."""
+    while True:
+        engine.stream.receive(20)
+
+
 def test_a_remote_sequence_decodes_over_a_kill(service: Service, shard: ComputeServer) -> None:
     """The cache service is killed in the middle. Granted work goes on without it; then the session is resumed, old
     grants and leases are refused, and every output before and after is right. Another session hits what was sealed."""
@@ -252,6 +258,36 @@ def test_both_services_are_restarted(service: Service, tmp_path: Path) -> None:
         engine.step(extend=step_pb2.Extend(sequence_ids=A.to_bytes(8, "little"), num_slots=(40).to_bytes(4, "little")))
         compute(data, A, TOKENS, 32, *granted(engine))
         engine.step(commit=commit((A, 40)))
+        data.close()
+
+
+def test_a_compute_service_is_restarted(service: Service, tmp_path: Path) -> None:
+    """The cache service lives on and begins again with what the shard still holds: the session says what it has, and
+    what was sealed is hit with the right bytes."""
+    with running(settings(tmp_path, **MODEL)) as shard:
+        wait_until(service.ready, "the pool opens", 30)
+        engine = RecoveringEngine(service.control(), mode=REMOTE)
+        data = remote(engine, shard)
+        engine.step(admit=admit(new_sequence(A, TOKENS)))
+        compute(data, A, TOKENS, 0, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        engine.settle()
+        data.close()
+    with running(settings(tmp_path, **MODEL)) as shard:
+        with pytest.raises(StaleEpochError):
+            read_to_the_end(engine)
+        result = engine.come_back(service.control())
+        assert engine.cuts == {A: (32, "NOT_GRANTED")}
+        wait_until(service.ready, "the pool opens", 30)
+        data = remote(engine, shard)
+        data.apply(result.grant)
+        other = WireEngine(service.control(), mode=REMOTE)
+        reader = remote(other, shard)
+        prompt = [*TOKENS[:36], 1, 2, 3]
+        other.step(admit=admit(new_sequence(B, prompt)))
+        assert other.admitted()[B][0] == 32
+        compute(reader, B, prompt, 32, *granted(other))
+        reader.close()
         data.close()
 
 

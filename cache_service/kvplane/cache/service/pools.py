@@ -154,9 +154,19 @@ class HostedPool:
         self.sessions.clear()
         self.core, self.seals, self._creating, self.recovery = None, None, False, None
         self.ages, self._served = Ages(), False
-        for link in self.links.values():
-            link.abandon(reason)
         self.state = types_pb2.POOL_STATE_RECONCILING
+        links, self.links = list(self.links.values()), {}
+        for link in links:
+            if link.close is not None:
+                link.close(UnavailableError(reason, reason="RECONCILING", retry_after_seconds=RETRY_SECONDS))
+            link.lost()
+            link.abandon(reason)
+
+    def survives_in(self, held: registry_pb2.HeldPool) -> bool:
+        """Whether a shard that was restarted still holds this very pool."""
+        model = identities.model_identity(self.template.model, "model").encode()
+        mine = (self.pool_epoch, self.num_blocks, model)
+        return self.core is not None and (held.pool_epoch, held.num_blocks, held.model_identity) == mine
 
     def distrust(self, reason: str) -> None:
         """Nothing published so far may be hit again: bytes turned out to be damaged."""
