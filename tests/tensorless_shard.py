@@ -63,6 +63,7 @@ class TensorlessShard:
         model: types_pb2.ModelIdentity | None = None,
         group: types_pb2.GroupSpec | None = None,
     ) -> None:
+        self._stopped = False
         self._address = address
         self._dial()
         self._model = model or model_message(block_tokens)
@@ -179,7 +180,7 @@ class TensorlessShard:
         """Register and connect from a thread of its own, again whenever the stream breaks, as services do."""
 
         def follow() -> None:
-            while True:
+            while not self._stopped:
                 try:
                     self.start()
                 except KvplaneError:
@@ -218,15 +219,18 @@ class TensorlessShard:
         old[0].put(None)
         self.connect()
 
-    def restart(self) -> None:
-        """Come back as a new boot with empty memory."""
+    def restart(self, keep: bool = False) -> None:
+        """Come back as a new boot, with empty memory or with what was there."""
         self.cut()
         self.boot_id = random.getrandbits(63) | 1
-        self.view, self._acks = None, {}
+        self._acks = {}
+        if not keep:
+            self.view = None
         self.start()
 
     def stop(self) -> None:
         """Leave."""
+        self._stopped = True
         self.cut()
         self._channel.close()
 

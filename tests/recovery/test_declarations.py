@@ -231,6 +231,22 @@ def test_an_answer_that_was_lost_comes_again(world: MakeWorld) -> None:
     engine.step()
 
 
+def test_a_session_that_is_resumed_without_a_restart_gets_its_grants_anew(world: MakeWorld) -> None:
+    """Grants of the old lease are refused by the shards: the new one begins with all tables, until a step says that
+    they arrived."""
+    here = world()
+    engine = running(here, REMOTE)
+    engine.resume(here.service.control())
+    for _ in range(2):
+        opened = engine.open_stream()
+        assert not opened.declaration_required
+        body = step_pb2.GrantBody.FromString(opened.grant.body)
+        assert (body.reset, body.lease_epoch) == (True, 2)
+        assert dict(engine.granted(body)) == {A: engine.held[A].table}
+    engine.step()
+    assert not engine.open_stream().HasField("grant")
+
+
 def test_parts_of_a_stream_that_was_cut_count_for_nothing(world: MakeWorld) -> None:
     """The declaration starts over."""
     here = world()

@@ -5,8 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvplane.cache.service.clock import RunningClock
 from kvplane.cache.service.keys import Keys, Lease
 from kvplane.v1 import cache_pb2, types_pb2
 from kvplane.wire import errors
@@ -161,9 +163,15 @@ def test_a_second_control_plane_takes_over(tmp_path: Path) -> None:
     shard.follow(new.address)
     assert shard.incarnation == 2
     wait_until(lambda: not old.server.plane.ready, "the old one is closed")
-    engine.step(admit=admit(new_sequence(B, list(range(500, 540)))))
-    assert engine.states()[B] == ("WAITING", "POOL_NOT_READY")
-    del engine.held[B]
+    with pytest.raises(errors.StaleEpochError):
+        engine.step()
+    beat = cache_pb2.HeartbeatRequest(session_id=engine.session_id, lease_epoch=engine.opened.lease_epoch)
+    with pytest.raises(errors.SessionExpiredError):
+        old.control().heartbeat(beat)
+    with pytest.raises(errors.UnavailableError):
+        old.control().open_session(
+            cache_pb2.OpenSessionRequest(pool_id="default", resume_token=engine.opened.resume_token)
+        )
     engine.come_back(new.control())
     new.wait_ready()
     assert engine.cuts == {}
@@ -198,6 +206,21 @@ def test_a_process_that_attaches_late_is_known(world: MakeWorld) -> None:
     wait_until(lambda: here.stats().quarantined_blocks == 0, "its block is back")
 
 
+def test_what_is_stamped_meanwhile_is_not_hit(world: MakeWorld) -> None:
+    """A late engine stamps a block of the old start, sees the new one, and launches nothing: its row is out, and so are
+    those behind it."""
+    here = world()
+    silent = running(here, REMOTE, ttl_ms=2000)
+    (first, _), (second, mark), _ = silent.held[A].table
+    here.restart()
+    wait_until(lambda: here.stats().cached_blocks == 2, "the inventory is read")
+    here.shards[0].stamp(np.array([second]), np.array([mark + 1], np.uint64))
+    here.service.wait_ready()
+    wait_until(lambda: here.shards[0].sealed_blocks() == [first], "the row is void")
+    assert here.stats().cached_blocks == 1
+    assert here.stats().free_blocks == 62
+
+
 def test_a_lease_that_ends_while_a_shard_is_away_is_fenced_when_it_is_back(world: MakeWorld) -> None:
     """The stream broke, the lease ran out: the fence waits for the shard, and the blocks wait for the fence."""
     here = world()
@@ -212,6 +235,13 @@ def test_a_lease_that_ends_while_a_shard_is_away_is_fenced_when_it_is_back(world
     wait_until(lambda: here.stats().quarantined_blocks == 0, "its blocks are back")
     assert engine.session_id in here.shards[0].fenced
     here.service.wait_ready()
+
+
+def test_the_clock_of_leases_stands_still_with_the_process() -> None:
+    """A gap is no time that anybody was silent."""
+    moments = iter([10.0, 10.2, 10.9, 15.0, 15.3])
+    clock = RunningClock(lambda: next(moments))
+    assert [round(clock(), 6) for _ in range(4)] == [10.2, 10.9, 10.9, 11.2]
 
 
 def test_the_key_file_is_this_users_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from kvplane.v1 import types_pb2
 from recovery.conftest import MakeWorld
 from recovery_engine import RecoveringEngine
+from service_rig import wait_until
 from wire_engine import A, B, WireEngine, admit, advance, commit, finish, new_sequence, sequence_id
 
 ATTACHED, REMOTE = types_pb2.SESSION_MODE_ATTACHED, types_pb2.SESSION_MODE_REMOTE
@@ -133,6 +134,27 @@ def test_a_row_that_one_shard_lacks_is_not_hit(world: MakeWorld) -> None:
     here.service.wait_ready()
     assert here.stats().cached_blocks == 0
     assert here.stats().free_blocks == 63
+
+
+def test_one_of_two_shards_is_restarted_with_its_memory(world: MakeWorld) -> None:
+    """The cache service lives on; it asks both shards again, and the sessions."""
+    here = world(num_shards=2)
+    engine = RecoveringEngine(here.service.control(), here.shards)
+    engine.step(admit=admit(new_sequence(A, PROMPT)))
+    engine.step(commit=commit((A, 40)))
+    engine.settle()
+    table = list(engine.held[A].table)
+    here.shards[0].restart(keep=True)
+    wait_until(lambda: here.shards[1].error is not None, "the other shard is sent away")
+    here.shards[1].start()
+    engine.come_back(here.service.control())
+    here.service.wait_ready()
+    assert engine.cuts == {}
+    assert engine.held[A].table == table
+    assert len({shard.incarnation for shard in here.shards}) == 1
+    engine.step(finish=finish(A))
+    engine.step()
+    assert here.stats().cached_blocks == 2
 
 
 def test_without_sessions_the_pool_opens_at_once(world: MakeWorld) -> None:

@@ -1,5 +1,6 @@
 """The cache service as a process, killed with SIGKILL, beside a real compute service whose bytes outlive it."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ from compute_oracle import Oracle, assert_attention
 from kvplane.client.control import GrpcCacheControl, connect
 from kvplane.compute.server import ComputeServer
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import KvplaneError, NotGrantedError, StaleEpochError
+from kvplane.wire.errors import KvplaneError, NotGrantedError, SessionExpiredError, StaleEpochError
 from recovery_engine import RecoveringEngine
 from service_rig import wait_until
+from tensorless_shard import TensorlessShard
 from wire_engine import A, B, WireEngine, admit, advance, commit, new_sequence
 
 MODEL: dict[str, Any] = {
@@ -44,8 +46,13 @@ class Service:
 
     def start(self) -> None:
         """Start it."""
-        flags = ["--listen", self.address, "--metrics-address", "", "--log-level", "error"]
+        flags = ["--listen", self.address, "--metrics-address", "", "--log-level", "error", "--shard-ttl-seconds", "2"]
         self._process = subprocess.Popen([sys.executable, "-m", "kvplane.cache", *flags])
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL: nothing is told to anybody."""
@@ -116,6 +123,12 @@ def compute(data: RemoteEngine, sequence: int, tokens: list[int], start: int, *g
 def granted(engine: WireEngine) -> list[step_pb2.Grant]:
     """The grant of the last answer, if it has one."""
     return [engine.result.grant] if engine.result.HasField("grant") else []
+
+
+def read_to_the_end(engine: WireEngine) -> None:
+    """Read notices until the stream ends with an error."""
+    while True:
+        engine.stream.receive(20)
 
 
 def test_a_remote_sequence_decodes_over_a_kill(service: Service, shard: ComputeServer) -> None:
@@ -201,6 +214,81 @@ def test_an_attached_process_keeps_its_blocks_until_it_is_gone(service: Service,
             seed = block + 2 * place.layer + place.role
             assert torch.equal(found, compute_attached.block_bytes(seed, found.shape, found.dtype))
     memory.close()
+
+
+def test_a_stopped_service_takes_nobody_for_dead(service: Service) -> None:
+    """It wakes up after its engines' and shards' time to live: what they sent meanwhile counts first."""
+    shard = TensorlessShard(service.address)
+    shard.keep_connected()
+    wait_until(service.ready, "the pool opens", 30)
+    engine = RecoveringEngine(service.control(), [shard], ttl_ms=2000)
+    engine.step(admit=admit(new_sequence(A, TOKENS)))
+    service.signal(signal.SIGSTOP)
+    time.sleep(3)
+    service.signal(signal.SIGCONT)
+    time.sleep(0.5)
+    engine.step(advance=advance(7, (A, 40, 41)))
+    assert engine.held[A].running
+    time.sleep(2.5)
+    with pytest.raises(SessionExpiredError):
+        engine.step()
+    shard.stop()
+
+
+def test_both_services_are_restarted(service: Service, tmp_path: Path) -> None:
+    """The memory outlives both: sealed blocks are kept, and a remote sequence goes on from its last sealed one, since
+    its granted table went with the process."""
+    with running(settings(tmp_path, **MODEL)) as shard:
+        wait_until(service.ready, "the pool opens", 30)
+        engine = RecoveringEngine(service.control(), mode=REMOTE)
+        data = remote(engine, shard)
+        engine.step(admit=admit(new_sequence(A, TOKENS)))
+        compute(data, A, TOKENS, 0, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        engine.settle()
+        data.close()
+        service.kill()
+    service.start()
+    with running(settings(tmp_path, **MODEL)) as shard:
+        result = engine.come_back(service.control())
+        assert engine.cuts == {A: (32, "NOT_GRANTED")}
+        wait_until(service.ready, "the pool opens", 30)
+        data = remote(engine, shard)
+        data.apply(result.grant)
+        engine.step(extend=step_pb2.Extend(sequence_ids=A.to_bytes(8, "little"), num_slots=(40).to_bytes(4, "little")))
+        compute(data, A, TOKENS, 32, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        data.close()
+
+
+def test_a_compute_service_is_restarted(service: Service, tmp_path: Path) -> None:
+    """The cache service lives on and begins again with what the shard still holds: the session says what it has, and
+    what was sealed is hit with the right bytes."""
+    with running(settings(tmp_path, **MODEL)) as shard:
+        wait_until(service.ready, "the pool opens", 30)
+        engine = RecoveringEngine(service.control(), mode=REMOTE)
+        data = remote(engine, shard)
+        engine.step(admit=admit(new_sequence(A, TOKENS)))
+        compute(data, A, TOKENS, 0, *granted(engine))
+        engine.step(commit=commit((A, 40)))
+        engine.settle()
+        data.close()
+    with running(settings(tmp_path, **MODEL)) as shard:
+        with pytest.raises(StaleEpochError):
+            read_to_the_end(engine)
+        result = engine.come_back(service.control())
+        assert engine.cuts == {A: (32, "NOT_GRANTED")}
+        wait_until(service.ready, "the pool opens", 30)
+        data = remote(engine, shard)
+        data.apply(result.grant)
+        other = WireEngine(service.control(), mode=REMOTE)
+        reader = remote(other, shard)
+        prompt = [*TOKENS[:36], 1, 2, 3]
+        other.step(admit=admit(new_sequence(B, prompt)))
+        assert other.admitted()[B][0] == 32
+        compute(reader, B, prompt, 32, *granted(other))
+        reader.close()
+        data.close()
 
 
 def test_kill_after_kill(service: Service, shard: ComputeServer) -> None:

@@ -10,8 +10,9 @@ from kvplane.cache.service import identities
 from kvplane.cache.service.ages import WAITING, Ages
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.encode import write_statistics
+from kvplane.cache.service.held_pools import recoverable
 from kvplane.cache.service.metrics import Metrics
-from kvplane.cache.service.recovering import PoolRecovery, recoverable
+from kvplane.cache.service.recovering import PoolRecovery
 from kvplane.cache.service.seals import SealPump
 from kvplane.cache.service.sessions import EngineSession
 from kvplane.cache.service.shards import Broadcast, ShardLink
@@ -143,19 +144,29 @@ class HostedPool:
             self._begin()
 
     def forget(self, reason: str) -> None:
-        """Another control plane has decided meanwhile: what this one knows is old. The bytes are there, and so are the
-        sessions that the shards know: it begins anew, as after a restart."""
+        """Another control plane decides now, or has decided meanwhile: what this one knows is old. The bytes are there,
+        and so are the sessions that the shards know: it begins anew, as after a restart, when it has all shards."""
         _log.error("pool forgotten", pool=self.pool_id, pool_epoch=self.pool_epoch, reason=reason)
-        error = StaleEpochError(f"pool {self.pool_id} was in the hands of another control plane: resume the session")
+        error = StaleEpochError(f"pool {self.pool_id} is, or was, another control plane's: resume the session")
         for session in self.sessions.values():
             if session.close_stream is not None:
                 session.close_stream(error)
         self.sessions.clear()
         self.core, self.seals, self._creating, self.recovery = None, None, False, None
         self.ages, self._served = Ages(), False
-        for link in self.links.values():
-            link.abandon(reason)
         self.state = types_pb2.POOL_STATE_RECONCILING
+        links, self.links = list(self.links.values()), {}
+        for link in links:
+            if link.close is not None:
+                link.close(UnavailableError(reason, reason="RECONCILING", retry_after_seconds=RETRY_SECONDS))
+            link.lost()
+            link.abandon(reason)
+
+    def survives_in(self, held: registry_pb2.HeldPool) -> bool:
+        """Whether a shard that was restarted still holds this very pool."""
+        model = identities.model_identity(self.template.model, "model").encode()
+        mine = (self.pool_epoch, self.num_blocks, model)
+        return self.core is not None and (held.pool_epoch, held.num_blocks, held.model_identity) == mine
 
     def distrust(self, reason: str) -> None:
         """Nothing published so far may be hit again: bytes turned out to be damaged."""

@@ -5,23 +5,20 @@ silent for longer than its time to live; read stamps and hold maps once more; op
 only when all of them have answered.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
-from kvplane.cache.core import CacheCore
 from kvplane.cache.core.sessions import MAX_TTL_SECONDS, MIN_TTL_SECONDS
-from kvplane.cache.service import identities
 from kvplane.cache.service.endings import end_session
+from kvplane.cache.service.held_pools import known_sessions, restore_namespaces
 from kvplane.cache.service.inventories import Mask, Upload, survivors, unsound
 from kvplane.cache.service.sessions import EngineSession
-from kvplane.cache.service.shards import Broadcast, ShardLink
+from kvplane.cache.service.shards import Broadcast
 from kvplane.v1 import registry_pb2, types_pb2
 from kvplane.wire.errors import SessionExpiredError
-from kvplane.wire.identity import Namespace
 from kvplane.wire.packed import U32Array, U64Array
 from kvplane.wire.stamps import held_blocks
 
@@ -35,42 +32,6 @@ _log = structlog.get_logger(__name__)
 RETRY_SECONDS = 1.0
 """When what a shard could not do is asked for again."""
 
-_UNUSED_SALT = b"\0" * 65
-"""Longer than any salt of a client: stands for a namespace that no shard has stored."""
-
-
-@dataclass(slots=True)
-class KnownSession:
-    """A session that shards have served before the restart."""
-
-    session_id: int
-    lease_epoch: int = 0
-    tenant_id: str = ""
-    ttl_seconds: float = MIN_TTL_SECONDS
-    mode: "types_pb2.SessionMode.ValueType" = types_pb2.SESSION_MODE_REMOTE
-    last_grant: int = 0
-    fenced: bool = False
-    processes: set[tuple[int, int, int]] = field(default_factory=set)
-    """Attached processes: (shard rank, process id, start ticks)."""
-    had_processes: bool = False
-    deadline: float = 0.0
-
-    @property
-    def gone(self) -> bool:
-        """Whether nobody can come back for it."""
-        return self.fenced or (self.had_processes and not self.processes)
-
-
-def recoverable(links: Sequence[ShardLink]) -> bool:
-    """Whether all shards still hold the same pool."""
-    held = [link.register.held_pool for link in links]
-    model = identities.model_identity(links[0].register.model, "model").encode()
-    return all(
-        link.register.HasField("held_pool")
-        and (mine.pool_epoch, mine.num_blocks, mine.model_identity) == (held[0].pool_epoch, held[0].num_blocks, model)
-        for link, mine in zip(links, held, strict=True)
-    ) and bool(held[0].pool_epoch)
-
 
 class PoolRecovery:
     """One recovery of one pool. It is over when the pool's is another, or none."""
@@ -80,7 +41,7 @@ class PoolRecovery:
         self._held = [pool.links[rank].register.held_pool for rank in sorted(pool.links)]
         self.num_blocks = self._held[0].num_blocks
         self.pool_epoch = self._held[0].pool_epoch
-        self.known = _known_sessions(self._held)
+        self.known = known_sessions(self._held)
         """Sessions that have not declared what they hold."""
         self._silent: dict[int, EngineSession] = {}
         self._inventory_id = 0
@@ -221,7 +182,7 @@ class PoolRecovery:
     def _survive(self) -> None:
         pool, self._rows = self._pool, self._uploads
         core = pool.new_core(self.num_blocks)
-        tenants = _restore_namespaces(core, self._held)
+        tenants = restore_namespaces(core, self._held)
         found = survivors([self._rows[rank] for rank in sorted(self._rows)], pool.incarnation)
         kept = core.survive(found)
         pool.adopt_core(core)
@@ -262,42 +223,3 @@ class PoolRecovery:
                 link.command(registry_pb2.ControlResponse(void_rows=void))
         _log.info("recovered", pool=pool.pool_id, lost=lost)
         pool.recovered()
-
-
-def _known_sessions(held: Sequence[registry_pb2.HeldPool]) -> dict[int, KnownSession]:
-    """The sessions of all shards, each as the shard with its newest lease knows it."""
-    known: dict[int, KnownSession] = {}
-    for rank, pool in enumerate(held):
-        for served in pool.sessions:
-            found = known.setdefault(served.session_id, KnownSession(served.session_id))
-            if served.lease_epoch >= found.lease_epoch:
-                found.lease_epoch, found.tenant_id, found.mode = served.lease_epoch, served.tenant_id, served.mode
-            found.ttl_seconds = max(found.ttl_seconds, served.ttl_ms / 1000)
-            found.last_grant = max(found.last_grant, served.last_grant)
-            found.fenced |= served.fenced
-            found.processes |= {(rank, each.pid, each.start_ticks) for each in served.processes}
-            found.had_processes = bool(found.processes)
-    return known
-
-
-def _restore_namespaces(core: CacheCore, held: Sequence[registry_pb2.HeldPool]) -> list[str]:
-    """Register what the shards have stored, each at its highest version; returns the namespaces' tenants by id."""
-    rows: dict[int, registry_pb2.NamespaceRow] = {}
-    for pool in held:
-        for row in pool.namespaces:
-            if row.namespace_id not in rows or rows[row.namespace_id].version < row.version:
-                rows[row.namespace_id] = row
-    namespaces, tenants = [(Namespace(), 0)], [""]
-    for namespace_id in range(max(rows, default=0) + 1):
-        row = rows.get(namespace_id, registry_pb2.NamespaceRow())
-        try:
-            found = Namespace.decode(row.identity)
-        except ValueError:
-            found = Namespace(sub_salt=_UNUSED_SALT + namespace_id.to_bytes(4, "little"))
-        if namespace_id == 0:
-            namespaces[0] = (Namespace(), row.version)
-        else:
-            namespaces.append((found, row.version))
-            tenants.append(row.tenant_id)
-    core.restore_namespaces(namespaces)
-    return tenants

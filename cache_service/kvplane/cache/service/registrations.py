@@ -47,24 +47,13 @@ class Registrations:
         self._last_id = 0
 
     def register(self, request: registry_pb2.RegisterRequest) -> registry_pb2.RegisterResponse:
-        """Admit a shard. A new boot in a rank whose old one is silent means that the pool's bytes are gone."""
+        """Admit a shard. A new boot in a rank whose old one is silent means that the pool's bytes are gone, unless it
+        has taken them up again."""
         features.require(request.required_features)
         _check(request)
-        pool = self._plane.pools.get(request.pool_id)
-        if pool is None or pool.abandoned:
-            # Nothing is left of it: a new deployment may bring another model.
-            pool = self._plane.new_pool(request)
-        _check_agrees(pool, request)
+        pool = self._pool(request)
         old = pool.links.get(request.shard.rank)
-        if old is not None and old.boot_id != request.boot_id:
-            if old.connected:
-                raise AlreadyExistsError(
-                    f"rank {request.shard.rank} of pool {pool.pool_id} is served by boot {old.boot_id}",
-                    metadata={"boot_id": str(old.boot_id)},
-                )
-            self._remove(pool, old, f"shard {request.shard.rank} came back with another boot")
-            old = None
-        self._follow(pool, request, known=old is not None)
+        _raise_incarnation(pool, request, known=old is not None)
         now = self._plane.clock()
         if old is not None:
             link, link.register = old, request
@@ -152,16 +141,37 @@ class Registrations:
         self._links.pop(link.registration_id, None)
         pool.remove(link, reason)
 
-    def _follow(self, pool: HostedPool, request: registry_pb2.RegisterRequest, *, known: bool) -> None:
-        """Make sure that the pool's incarnation is above any that the shard has followed; a shard that this control
-        plane knows has followed this very one."""
-        held = request.held_pool.incarnation if request.HasField("held_pool") else 0
-        pool.pool_epoch = max(pool.pool_epoch, request.held_pool.pool_epoch)
-        if held < pool.incarnation or (known and held == pool.incarnation):
-            return
-        pool.incarnation = held + 1
-        if pool.core is not None or pool.recovery is not None:
-            pool.forget(f"shard {request.shard.rank} has followed incarnation {held}")
+    def _pool(self, request: registry_pb2.RegisterRequest) -> HostedPool:
+        """The pool that a shard joins: the one that is there, or what begins in its place."""
+        pool, rank = self._plane.pools.get(request.pool_id), request.shard.rank
+        if pool is None or pool.abandoned:
+            # Nothing is left of it: a new deployment may bring another model.
+            pool = self._plane.new_pool(request)
+        _check_agrees(pool, request)
+        old = pool.links.get(rank)
+        if old is not None and old.boot_id != request.boot_id:
+            if old.connected:
+                raise AlreadyExistsError(
+                    f"rank {rank} of pool {pool.pool_id} is served by boot {old.boot_id}",
+                    metadata={"boot_id": str(old.boot_id)},
+                )
+            if pool.survives_in(request.held_pool):
+                return self._begin_again(pool, request, f"shard {rank} has taken its memory up again")
+            self._remove(pool, old, f"shard {rank} came back with another boot")
+            old = None
+        held = request.held_pool.incarnation
+        if _followed_another(pool, held, known=old is not None) and pool.core is not None:
+            return self._begin_again(pool, request, f"shard {rank} has followed incarnation {held}")
+        return pool
+
+    def _begin_again(self, pool: HostedPool, request: registry_pb2.RegisterRequest, reason: str) -> HostedPool:
+        """A pool in place of one whose bytes are there and that this control plane knows too little of: its shards dial
+        in again, and say what they hold."""
+        pool.forget(reason)
+        self._links = {number: found for number, found in self._links.items() if found[0] is not pool}
+        again = self._plane.new_pool(request)
+        again.incarnation, again.pool_epoch = pool.incarnation + 1, pool.pool_epoch
+        return again
 
     def _event(self, pool: HostedPool, link: ShardLink, event: registry_pb2.ShardEvent) -> None:
         kind = event.WhichOneof("event")
@@ -191,6 +201,21 @@ class Registrations:
             pool.stream_lost(link)
             if close is not None:
                 close(error)
+            # Nor does it renew a lease any more: whoever took over counts them.
+            pool.forget(error.message)
+
+
+def _followed_another(pool: HostedPool, held: int, *, known: bool) -> bool:
+    """Whether a shard has followed another start of a control plane since; one that is known has followed this one."""
+    return held > pool.incarnation or (held == pool.incarnation and not known)
+
+
+def _raise_incarnation(pool: HostedPool, request: registry_pb2.RegisterRequest, *, known: bool) -> None:
+    """Make sure that a pool's incarnation is above any that the shard has followed."""
+    held = request.held_pool.incarnation
+    pool.pool_epoch = max(pool.pool_epoch, request.held_pool.pool_epoch)
+    if _followed_another(pool, held, known=known):
+        pool.incarnation = held + 1
 
 
 def _check(request: registry_pb2.RegisterRequest) -> None:

@@ -15,6 +15,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvplane.cache.service.clock import RunningClock
 from kvplane.cache.service.config import CacheConfig
 from kvplane.cache.service.control_plane import ControlPlane
 from kvplane.cache.service.keys import Keys
@@ -57,7 +58,8 @@ class CacheServer:
         def call_later(delay: float, call: Callable[[], None]) -> None:
             loop.call_later(delay, call)
 
-        self.plane = ControlPlane(self.config, loop.time, call_later, Keys.load(self.config.key_path))
+        keys = Keys.load(self.config.key_path)
+        self.plane = ControlPlane(self.config, RunningClock(loop.time), call_later, keys)
         self._server = grpc.aio.server(options=server_options())
         # The stubs call RPCs abstract that the generated base answers with UNIMPLEMENTED.
         cache_servicer: type[Any] = CacheServicer
