@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvplane.client.integrations.transformers.revisions import tokenizer_revision, weights_revision
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -31,7 +30,8 @@ from transformers import (
 
 from engine_rig import greedy, on_kvplane, pool_for, prompts, seeded, tiny_llama
 from kvplane.client.integrations.transformers import SamplingParams, adopt_model, load_model
-from kvplane.wire.errors import InvalidArgumentError, UnsupportedFeatureError
+from kvplane.client.revisions import tokenizer_revision, weights_revision
+from kvplane.wire.errors import InvalidArgumentError, NotFoundError, UnsupportedFeatureError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -113,7 +113,7 @@ def test_a_model_folder(tmp_path: Path) -> None:
     assert weights_revision(tmp_path / "a") != revisions[0]
     with pytest.raises(InvalidArgumentError):
         load_model(tmp_path / "none")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotFoundError):
         weights_revision(tmp_path)
 
 

@@ -128,7 +128,8 @@ class RunningPair:
 
     def start_cache(self) -> Child:
         """Start the cache service, whose last one has ended, at `address`."""
-        arguments = ["--listen", self.address, "--metrics-address", "", *_LOGS, *self._cache_flags]
+        key = str(self.runtime_folder / "cache.key")
+        arguments = ["--listen", self.address, "--key-file", key, "--metrics-address", "", *_LOGS, *self._cache_flags]
         with self._interrupts.shield():
             self._cache = self._child("cache", "kvplane.cache", arguments)
         return self._cache

@@ -9,7 +9,7 @@ import time
 import torch
 
 from kvplane.cli.demo.lines import heard, say
-from kvplane.client.integrations.transformers import Engine, Request, SamplingParams
+from kvplane.client.integrations.transformers import Engine, SamplingParams
 
 
 def main() -> None:
@@ -20,14 +20,12 @@ def main() -> None:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))  # kernels are loaded with the first use
         say("ready", seconds=time.perf_counter() - started)
         for message in heard():
-            engine.add(Request(message["prompt"], SamplingParams(max_new_tokens=message["max_new_tokens"]), name=name))
-            while engine.unfinished:
-                for event in engine.step():
-                    say("tokens", token_ids=event.token_ids, text=event.text, time=time.monotonic())
-                    if event.output is not None:
-                        metrics = event.output.metrics
-                        output = event.output
-            engine.settle()
+            output = None
+            for event in engine.stream(message["prompt"], SamplingParams(max_new_tokens=message["max_new_tokens"])):
+                say("tokens", token_ids=event.token_ids, time=time.monotonic())
+                output = event.output or output
+            assert output is not None
+            metrics = output.metrics
             say(
                 "done",
                 token_ids=output.token_ids,
