@@ -71,7 +71,10 @@ def _gguf_file() -> tuple[Path, str]:
 def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     with _offline(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -82,6 +85,8 @@ def _convert(source: Path, target: Path) -> None:
             del model.config.quantization_config
         model.to(torch.bfloat16).save_pretrained(target)
         tokenizer.save_pretrained(target)
+    if bars:
+        logging.enable_progress_bar()
 
 
 @contextmanager
