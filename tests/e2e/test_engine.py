@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine_rig import Pool, greedy, on_kvplane, pool_for, prompts, tiny_llama
+from kvplane.client.errors import LaunchPausedError
 from kvplane.client.integrations.transformers import Engine, Event, FinishedBy, LoadedModel, Request, SamplingParams
 from kvplane.wire.errors import IdentityMismatchError, InvalidArgumentError, NotFoundError
 
@@ -176,6 +177,26 @@ def test_abort(pool: Pool, plain: PreTrainedModel) -> None:
             engine.abort(ids[1])
         (output,) = engine.run()
     check(plain, asked[2:], [output], 20)
+
+
+def test_a_pause_loses_nothing(pool: Pool, plain: PreTrainedModel) -> None:
+    """A forward pass that may not be launched, since the lease was not renewed in time, is made up for later."""
+    asked = prompts([30, 25], seed=19)
+    with pool.engine() as engine:
+        for prompt in asked:
+            engine.add(Request(prompt, SamplingParams(max_new_tokens=20)))
+        for _ in range(8):
+            engine.step()
+        lease = engine.session.state.lease
+        clock = lease.clock
+        lease.clock = lambda: lease.renewed_at + lease.ttl_seconds
+        for _ in range(3):
+            with pytest.raises(LaunchPausedError):
+                engine.step()
+            lease.renewed_at = clock()
+        lease.clock = clock
+        outputs = engine.run()
+    check(plain, asked, outputs, 20)
 
 
 def test_bad_requests_change_nothing(pool: Pool) -> None:

@@ -73,8 +73,10 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    progress_bars: Any = logging
+
+    bars = progress_bars.is_progress_bar_enabled()
+    progress_bars.disable_progress_bar()
     with _offline(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -86,7 +88,7 @@ def _convert(source: Path, target: Path) -> None:
         model.to(torch.bfloat16).save_pretrained(target)
         tokenizer.save_pretrained(target)
     if bars:
-        logging.enable_progress_bar()
+        progress_bars.enable_progress_bar()
 
 
 @contextmanager
