@@ -101,6 +101,14 @@ def test_write_and_attend_apart(pool: Rig, mode: str) -> None:
             scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(4, 1)).double() * oracle.head_dim**-0.5
             scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
             torch.testing.assert_close(lse.double(), scores.logsumexp(2).T, rtol=2e-5, atol=2e-5)
-    engine.written[sequence] = 6
+    # Three query heads for every KV head: two replicas cannot divide them.
+    with engine.compute.plan([sequence], [6], [6], num_query_heads=6) as plan:
+        for layer in range(oracle.num_layers):
+            query, key, value = oracle.rows(tokens, 0, 6, layer)
+            out, lse = plan.attend(layer, query[:, :6])
+            q, k, v = (each.double().transpose(0, 1) for each in (query[:, :6], key, value))
+            exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            torch.testing.assert_close(out.double(), exact.transpose(0, 1), rtol=2e-5, atol=2e-5)
+            assert lse.shape == (6, 6)
     engine.finish(sequence)
     engine.close()

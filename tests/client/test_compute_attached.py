@@ -166,11 +166,11 @@ def test_a_newer_occupant_stops_the_launch(fresh: Rig) -> None:
         assert refused.value.metadata["shard"] == "1"
         assert [each.stamps.tolist() for each in pools] == [each.tolist() for each in before]
     assert engine.session.state.work.open_plans == 0
+    kept = engine.admit([7, 7, 7])
     engine.finish(sequence)
-    again = engine.admit([7, 7, 7])
-    pools[1].stamps[list(named(engine, again))] = 0
-    engine.forward(again)
-    engine.finish(again)
+    engine.forward(kept)
+    assert pools[1].stamps[block] == newer
+    engine.finish(kept)
 
 
 def test_a_newer_control_plane_stops_the_launch(fresh: Rig) -> None:
@@ -201,7 +201,10 @@ def test_nothing_is_launched_on_an_old_lease(pool: Rig) -> None:
     engine = pool.engine()
     sequence = engine.admit(TOKENS)
     lease = engine.session.state.lease
-    lease.renewed_at -= lease.ttl_seconds / 2
+    with plan(engine, sequence, new=10) as opened:
+        lease.renewed_at -= lease.ttl_seconds / 2
+        with pytest.raises(LaunchPausedError):
+            opened.run(0, *pool.oracle.rows(TOKENS, 0, 10, 0))
     with pytest.raises(LaunchPausedError):
         engine.forward(sequence)
     engine.session.run(engine.session.draft())
@@ -340,6 +343,7 @@ def test_arguments_are_checked_first(pool: Rig) -> None:
     ):
         with pytest.raises(error):
             engine.compute.plan(*arguments, num_query_heads=8)
+    options: dict[str, Any]
     for options in (
         {"num_query_heads": 3},
         {"num_query_heads": 8, "soft_cap": -1.0},

@@ -94,6 +94,8 @@ def test_grants_pile_up_without_plans(pool: Rig) -> None:
         engine.finish(engine.admit([index, 1, 2]))
     sequence = engine.admit(TOKENS)
     engine.forward(sequence)
+    assert isinstance(engine.compute, RemoteCompute)
+    assert [link.waiting_grants for link in engine.compute.links] == [0, 0]
     engine.finish(sequence)
     engine.close()
 

@@ -11,6 +11,7 @@ from kvplane.client.session import Session
 from kvplane.client.values import (
     Admission,
     BlockCopy,
+    Cut,
     FinishReason,
     Hit,
     HitReason,
@@ -29,6 +30,7 @@ __all__ = [
     "Admission",
     "AsyncSession",
     "BlockCopy",
+    "Cut",
     "FinishReason",
     "ForkedProcessError",
     "Hit",

@@ -6,8 +6,9 @@ from collections import deque
 from contextlib import suppress
 
 from kvplane.client.aio_control import AioCacheControl, AioStepStream
-from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS
-from kvplane.client.opening import RETRY_SECONDS
+from kvplane.client.draft import StepDraft
+from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS, RESTARTED
+from kvplane.client.opening import RETRY_SECONDS, heartbeat_request
 from kvplane.client.state import SessionState
 from kvplane.client.values import StepResult
 from kvplane.v1 import cache_pb2
@@ -22,14 +23,27 @@ class AioStepLink:
         self._state = state
         self._early: deque[cache_pb2.StepResponse] = deque()
         self._stream: AioStepStream | None = None
+        self._lock = asyncio.Lock()
 
     async def open(self, timeout: float) -> None:
         """Open the stream (again)."""
         await self.close()
+        try:
+            await self._bind(timeout)
+        except RESTARTED:
+            sent_at = self._state.lease.clock()
+            self._state.resumed(await self._control.open_session(self._state.resume_request()), sent_at)
+            await self._bind(timeout)
+
+    async def _bind(self, timeout: float) -> None:
         stream = await self._control.step(self._state.opening().open)
         try:
-            opened = await stream.receive(timeout)
-            for request in self._state.stream_opened(opened.opened):
+            opened = (await stream.receive(timeout)).opened
+            if opened.declaration_required:
+                again = await self._declare(stream, timeout)
+            else:
+                again = self._state.stream_opened(opened)
+            for request in again:
                 await stream.send(request)
         except BaseException:
             await stream.close()
@@ -37,21 +51,44 @@ class AioStepLink:
         self._early.clear()
         self._stream = stream
 
-    async def send(self, request: cache_pb2.StepRequest) -> None:
-        """Send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
-        if self._stream is not None:
-            with suppress(KvplaneError):
-                await self._stream.send(request)
+    async def _declare(self, stream: AioStepStream, timeout: float) -> list[cache_pb2.StepRequest]:
+        for part in self._state.declaration():
+            await stream.send(part)
+        while True:
+            response = await stream.receive(timeout)
+            if response.HasField("declared"):
+                return self._state.declared(response.declared)
+            self._state.receive(response)
+
+    async def submit(self, draft: StepDraft) -> int:
+        """Number and send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
+        async with self._lock:
+            request = self._state.encode(draft)
+            if self._stream is not None:
+                with suppress(KvplaneError):
+                    await self._stream.send(request)
+            return request.step.step_id
 
     async def receive(self, deadline: float) -> StepResult:
         """The result of the oldest step. `deadline` is a time of `time.monotonic`."""
+        async with self._lock:
+            return await self._receive(deadline)
+
+    async def mend_idle(self, timeout: float) -> None:
+        """Resume a session that has nothing to lose; see `StepLink.mend_idle`."""
+        if not self._lock.locked():
+            async with self._lock:
+                if self._state.idle:
+                    await self.open(timeout)
+
+    async def _receive(self, deadline: float) -> StepResult:
         while True:
             try:
                 if self._stream is None:
                     await self.open(_until(deadline))
                     continue
                 message = self._early.popleft() if self._early else await self._stream.receive(_until(deadline))
-            except BROKEN as error:
+            except (*BROKEN, *RESTARTED) as error:
                 await self._mend(error, deadline)
                 continue
             result = self._state.receive(message)
@@ -89,9 +126,10 @@ class AioStepLink:
 class AioHeartbeat:
     """Renews the lease while no step does, from a task."""
 
-    def __init__(self, control: AioCacheControl, state: SessionState) -> None:
+    def __init__(self, control: AioCacheControl, state: SessionState, link: AioStepLink) -> None:
         self._control = control
         self._state = state
+        self._link = link
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -108,10 +146,11 @@ class AioHeartbeat:
                 continue
             sent_at = lease.clock()
             with suppress(KvplaneError):
-                await self._control.heartbeat(
-                    cache_pb2.HeartbeatRequest(session_id=self._state.session_id, lease_epoch=self._state.lease_epoch)
-                )
-                lease.renew(sent_at)
+                try:
+                    await self._control.heartbeat(heartbeat_request(self._state))
+                    lease.renew(sent_at)
+                except RESTARTED:
+                    await self._link.mend_idle(lease.ttl_seconds / 3)
 
 
 def _until(deadline: float) -> float:

@@ -37,7 +37,7 @@ class AsyncSession:
         self._timeout = timeout
         self._channel = channel
         self._link = AioStepLink(control, state)
-        self._heartbeat = AioHeartbeat(control, state)
+        self._heartbeat = AioHeartbeat(control, state, self._link)
 
     @classmethod
     async def open(
@@ -123,9 +123,7 @@ class AsyncSession:
 
     async def submit(self, draft: StepDraft) -> int:
         """Send a step without waiting for its answer; returns its id. See `Session.submit`."""
-        request = self.state.encode(draft)
-        await self._link.send(request)
-        return request.step.step_id
+        return await self._link.submit(draft)
 
     async def collect(self, timeout: float | None = None) -> StepResult:
         """The next result, in the order of the steps. Raises like `Session.collect`."""

@@ -1,5 +1,6 @@
 """What a session's device work still touches: open plans, completed steps, copies, table changes, grants."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,12 +10,13 @@ from kvplane.client.values import BlockCopy
 from kvplane.v1 import step_pb2
 from kvplane.wire.errors import InvalidArgumentError
 
-_NO_IDS: I64 = np.zeros(0, np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """What became named by the session's tables, and what they let go of, since the last time it was asked."""
+    """What became named by the session's tables, and what they let go of, since the last time it was asked.
+
+    Entries that came and went in between are left out: nothing was launched on them.
+    """
 
     granted_ids: I64
     """Every new table entry, hits included, shape [n]; a block that two sequences name comes twice."""
@@ -26,11 +28,20 @@ class TableChanges:
     """To run, in order, before the first write."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Blocks that were let go of, and may be touched by device work until `step_id` has completed."""
+
+    step_id: int
+    ids: I64
+    generations: U64
+
+
 @dataclass(slots=True)
 class DeviceWork:
     """Says which steps have completed on the device (design I9), and keeps what a compute access must act on.
 
-    With `track_plans`, a step counts as completed when no plan is open that was made before or at it. Otherwise the
+    With `automatic`, a step counts as completed when no plan is open that was made before or at it. Otherwise the
     engine says so with `complete`.
     """
 
@@ -42,8 +53,9 @@ class DeviceWork:
     _completed: list[int] = field(default_factory=list)
     _open: dict[int, int] = field(default_factory=dict)
     _tokens: int = 0
-    _granted: list[tuple[I64, U64]] = field(default_factory=list)
-    _released: list[tuple[int, I64]] = field(default_factory=list)
+    _changes: list[tuple[I64, U64] | tuple[int, I64]] = field(default_factory=list)
+    """In order: (ids, generations) granted, or (step, ids) released."""
+    _deferred: deque[Deferred] = field(default_factory=deque)
     _to_copy: list[BlockCopy] = field(default_factory=list)
     _awaited: dict[int, BlockCopy] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
@@ -96,29 +108,36 @@ class DeviceWork:
     def keep_changes(self) -> None:
         """Keep changes from now on, and forget older ones but for copies that are not known to be done."""
         self.keeps_changes = True
-        self._granted.clear()
-        self._released.clear()
+        self._changes.clear()
         self._to_copy = self.copies_pending()
 
     def granted(self, ids: I64, generations: U64) -> None:
         """Table entries were added."""
         if self.keeps_changes:
-            self._granted.append((ids, generations))
+            self._changes.append((ids, generations))
 
-    def released(self, ids: I64) -> None:
+    def released(self, ids: I64, generations: U64) -> None:
         """Table entries were let go of by the result that is being applied."""
+        completed = self.completed_step
+        while self._deferred and self._deferred[0].step_id <= completed:
+            self._deferred.popleft()
+        self._deferred.append(Deferred(self.last_step, ids, generations))
         if self.keeps_changes:
-            self._released.append((self.last_step, ids))
+            self._changes.append((self.last_step, ids))
+
+    @property
+    def deferred(self) -> list[Deferred]:
+        """Blocks that were let go of by steps that have not completed."""
+        return [each for each in self._deferred if each.step_id > self.completed_step]
 
     def take_changes(self) -> TableChanges:
         """What changed since the last call."""
-        granted, self._granted = self._granted, []
-        released, self._released = self._released, []
+        changes, self._changes = self._changes, []
         copies, self._to_copy = self._to_copy, []
-        if not granted:
-            return TableChanges(_NO_IDS, _NO_IDS.astype(np.uint64), released, copies)
-        ids = np.concatenate([each for each, _ in granted])
-        return TableChanges(ids, np.concatenate([each for _, each in granted]), released, copies)
+        granted, released = _net(changes)
+        ids = np.concatenate([each for each, _ in granted]) if granted else np.zeros(0, np.int64)
+        generations = np.concatenate([each for _, each in granted]) if granted else np.zeros(0, np.uint64)
+        return TableChanges(ids, generations, released, copies)
 
     # Copies and revocations, acknowledged once what they wait for has completed
 
@@ -144,9 +163,9 @@ class DeviceWork:
             del self._awaited[op_id]
         return sorted(ready)
 
-    def revoked(self, revocation_id: int, last_sent_step: int) -> None:
-        """Sequences had to yield to another session: drained once the newest step that may name them has completed."""
-        self._revocations.append((revocation_id, last_sent_step))
+    def revoked(self, revocation_id: int) -> None:
+        """Sequences had to yield to another session: drained once all that was launched until now has completed."""
+        self._revocations.append((revocation_id, self.last_step))
 
     def take_revocations(self) -> list[int]:
         """Revocations to acknowledge now."""
@@ -155,10 +174,12 @@ class DeviceWork:
         self._revocations = [each for each in self._revocations if each[1] > completed]
         return ready
 
-    @property
-    def acknowledgements_due(self) -> bool:
-        """Whether there is something that an acknowledgement waits for."""
-        return bool(self._revocations or self._awaited)
+    def forget_operations(self) -> None:
+        """The service was restarted: its copies and revocations are void."""
+        self._to_copy.clear()
+        self._awaited.clear()
+        self._copied.clear()
+        self._revocations.clear()
 
     # Grants
 
@@ -172,3 +193,28 @@ class DeviceWork:
         """Grants since the last call, in order."""
         grants, self._grants = self._grants, []
         return grants
+
+
+def _net(
+    changes: list[tuple[I64, U64] | tuple[int, I64]],
+) -> tuple[list[tuple[I64, U64]], list[tuple[int, I64]]]:
+    """Grants and releases without the entries that were granted first and released later."""
+    granted: list[tuple[I64, U64]] = []
+    released: list[tuple[int, I64]] = []
+    for first, second in changes:
+        if not isinstance(first, int):
+            granted.append((first, second.astype(np.uint64, copy=False)))
+            continue
+        left = second.astype(np.int64, copy=False)
+        for index, (ids, generations) in enumerate(granted):
+            gone = np.zeros(len(ids), np.bool_)
+            for place in np.flatnonzero(np.isin(ids, left)).tolist():
+                found = np.flatnonzero(left == ids[place])
+                if len(found):
+                    left = np.delete(left, found[0])
+                    gone[place] = True
+            if gone.any():
+                granted[index] = ids[~gone], generations[~gone]
+        if len(left):
+            released.append((first, left))
+    return [each for each in granted if len(each[0])], released

@@ -5,15 +5,25 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from kvplane.client.opening import RETRY_SECONDS
+from kvplane.client.draft import StepDraft
+from kvplane.client.opening import RETRY_SECONDS, heartbeat_request
 from kvplane.client.state import SessionState
 from kvplane.client.values import StepResult
 from kvplane.v1 import cache_pb2
-from kvplane.wire.errors import CancelledError, KvplaneError, UnavailableError
+from kvplane.wire.errors import (
+    CancelledError,
+    KvplaneError,
+    SessionExpiredError,
+    StaleEpochError,
+    UnavailableError,
+)
 from kvplane.wire.interface import CacheControl, StepStream
 
 BROKEN = (UnavailableError, CancelledError)
 """Errors after which a stream is opened again."""
+
+RESTARTED = (SessionExpiredError, StaleEpochError)
+"""Errors after which a session is resumed by its token."""
 
 MAX_PAUSE_SECONDS = 1.0
 
@@ -26,19 +36,38 @@ class StepLink:
         self._state = state
         self._early: deque[cache_pb2.StepResponse] = deque()
         """Results that came while we looked for notices."""
+        self._lock = threading.Lock()
         self._stream = self._open(timeout)
 
-    def send(self, request: cache_pb2.StepRequest) -> None:
-        """Send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
-        with suppress(KvplaneError):
-            self._stream.send(request)
+    def submit(self, draft: StepDraft) -> int:
+        """Number and send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
+        with self._lock:
+            request = self._state.encode(draft)
+            with suppress(KvplaneError):
+                self._stream.send(request)
+            return request.step.step_id
 
     def receive(self, deadline: float) -> StepResult:
         """The result of the oldest step. `deadline` is a time of `time.monotonic`."""
+        with self._lock:
+            return self._receive(deadline)
+
+    def mend_idle(self, timeout: float) -> None:
+        """Resume a session that has nothing to lose, for an engine that sends no steps: one that does, resumes by itself
+        and learns at the same time what it lost."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._state.idle:
+                    self._stream.close()
+                    self._stream = self._open(timeout)
+            finally:
+                self._lock.release()
+
+    def _receive(self, deadline: float) -> StepResult:
         while True:
             try:
                 message = self._early.popleft() if self._early else self._stream.receive(_until(deadline))
-            except BROKEN as error:
+            except (*BROKEN, *RESTARTED) as error:
                 self._mend(error, deadline)
                 continue
             result = self._state.receive(message)
@@ -75,10 +104,20 @@ class StepLink:
                 return
 
     def _open(self, timeout: float) -> StepStream:
+        try:
+            return self._bind(timeout)
+        except RESTARTED:
+            # The lease is unknown, or not the newest: the service was restarted. Its token outlives that.
+            sent_at = self._state.lease.clock()
+            self._state.resumed(self._control.open_session(self._state.resume_request()), sent_at)
+            return self._bind(timeout)
+
+    def _bind(self, timeout: float) -> StepStream:
         stream = self._control.step(self._state.opening().open)
         try:
-            opened = stream.receive(timeout)
-            for request in self._state.stream_opened(opened.opened):
+            opened = stream.receive(timeout).opened
+            again = self._declare(stream, timeout) if opened.declaration_required else self._state.stream_opened(opened)
+            for request in again:
                 stream.send(request)
         except BaseException:
             stream.close()
@@ -86,13 +125,23 @@ class StepLink:
         self._early.clear()
         return stream
 
+    def _declare(self, stream: StepStream, timeout: float) -> list[cache_pb2.StepRequest]:
+        for part in self._state.declaration():
+            stream.send(part)
+        while True:
+            response = stream.receive(timeout)
+            if response.HasField("declared"):
+                return self._state.declared(response.declared)
+            self._state.receive(response)
+
 
 class Heartbeat:
     """Renews the lease while no step does, from a thread."""
 
-    def __init__(self, control: CacheControl, state: SessionState) -> None:
+    def __init__(self, control: CacheControl, state: SessionState, link: StepLink) -> None:
         self._control = control
         self._state = state
+        self._link = link
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvplane-heartbeat", daemon=True)
         self._thread.start()
@@ -110,10 +159,11 @@ class Heartbeat:
             sent_at = lease.clock()
             # What is wrong with the lease, the next step says; here it just is not renewed, and launches pause.
             with suppress(KvplaneError):
-                self._control.heartbeat(
-                    cache_pb2.HeartbeatRequest(session_id=self._state.session_id, lease_epoch=self._state.lease_epoch)
-                )
-                lease.renew(sent_at)
+                try:
+                    self._control.heartbeat(heartbeat_request(self._state))
+                    lease.renew(sent_at)
+                except RESTARTED:
+                    self._link.mend_idle(lease.ttl_seconds / 3)
 
 
 def _until(deadline: float) -> float:

@@ -49,6 +49,11 @@ def close_request(state: SessionState) -> cache_pb2.CloseSessionRequest:
     return cache_pb2.CloseSessionRequest(session_id=state.session_id, lease_epoch=state.lease_epoch, drained=drained)
 
 
+def heartbeat_request(state: SessionState) -> cache_pb2.HeartbeatRequest:
+    """A request to renew a lease."""
+    return cache_pb2.HeartbeatRequest(session_id=state.session_id, lease_epoch=state.lease_epoch)
+
+
 def lookup_request(
     state: SessionState, tokens: Integers, namespace_id: int, max_hit_tokens: int | None
 ) -> cache_pb2.LookupRequest:

@@ -25,7 +25,7 @@ _FIRST_COLUMNS = 64
 
 Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
 Granted = Callable[[I64, U64], None]
-Released = Callable[[I64], None]
+Released = Callable[[I64, U64], None]
 
 
 def row_of(sequence_id: int) -> int:
@@ -138,14 +138,19 @@ class SequenceTable:
         self.tokens[row, known : known + len(tokens)] = tokens
         self.known[row] = known + len(tokens)
 
-    def cut(self, row: int, num_tokens: int) -> None:
-        """Roll back to `num_tokens`: the entries behind are let go of."""
+    def roll_back(self, row: int, num_tokens: int) -> None:
+        """Cut a sequence to `num_tokens` known tokens: the entries behind are let go of."""
         self.known[row] = num_tokens
+        self.cut_table(row, num_tokens)
+
+    def cut_table(self, row: int, num_tokens: int) -> None:
+        """Let go of the entries behind `num_tokens` token slots; nothing behind them is committed any more."""
         keep = -(-num_tokens // self.block_tokens)
         end = int(self.num_blocks[row])
         if keep < end:
             self._let_go(row, keep, end)
             self.num_blocks[row] = keep
+        self.committed[row] = min(self.committed[row], num_tokens)
 
     def admit(self, row: int, cached_tokens: int) -> None:
         """A sequence runs from now on."""
@@ -189,7 +194,7 @@ class SequenceTable:
         else:
             within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
             where = np.repeat(rows, counts), np.repeat(starts, counts) + within
-        replaced = self.blocks[where]
+        replaced, replaced_generations = self.blocks[where], self.generations[where]
         inside = (where[1] < self.num_blocks[where[0]]) & (replaced != 0)
         self.blocks[where] = blocks
         self.generations[where] = generations
@@ -200,7 +205,7 @@ class SequenceTable:
         if real.any():
             self._granted(blocks[real], generations[real])
         if inside.any():
-            self._released(replaced[inside].astype(np.int64))
+            self._released(replaced[inside].astype(np.int64), replaced_generations[inside])
 
     def _open(self, sequence_id: int, tokens: U32) -> None:
         row = row_of(sequence_id)
@@ -210,11 +215,12 @@ class SequenceTable:
 
     def _let_go(self, row: int, first: int, end: int) -> None:
         entries = self.blocks[row, first:end]
-        held = entries[entries != 0].astype(np.int64)
+        real = entries != 0
+        held, generations = entries[real].astype(np.int64), self.generations[row, first:end][real]
         self.blocks[row, first:end] = 0
         self.generations[row, first:end] = 0
         if len(held):
-            self._released(held)
+            self._released(held, generations)
 
     def _ensure_columns(self, columns: int) -> None:
         if columns > self.blocks.shape[1]:

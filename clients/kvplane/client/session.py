@@ -50,7 +50,7 @@ class Session:
         self._timeout = timeout
         self._channel = channel
         self._link = StepLink(control, state, timeout)
-        self._heartbeat = Heartbeat(control, state)
+        self._heartbeat = Heartbeat(control, state, self._link)
 
     @classmethod
     def open(
@@ -137,9 +137,7 @@ class Session:
 
     def submit(self, draft: StepDraft) -> int:
         """Send a step without waiting; returns its id. At most 4 may be without an answer (`LimitExceededError`)."""
-        request = self.state.encode(draft)
-        self._link.send(request)
-        return request.step.step_id
+        return self._link.submit(draft)
 
     def collect(self, timeout: float | None = None) -> StepResult:
         """The next result, in the order of the steps.

@@ -5,7 +5,7 @@
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvplane.client import decode
@@ -13,18 +13,19 @@ from kvplane.client.device_work import DeviceWork, TableChanges
 from kvplane.client.draft import StepDraft
 from kvplane.client.errors import ForkedProcessError, SessionClosedError
 from kvplane.client.lease import Lease
+from kvplane.client.operations import apply_draft
+from kvplane.client.redeclaration import after_cuts, apply_cuts, declaration, lower_for_copies
 from kvplane.client.sequences import SequenceTable, row_of
 from kvplane.client.values import (
+    Cut,
     PoolStats,
     Preemption,
     SequenceState,
-    Skipped,
-    StepOperation,
     StepResult,
 )
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
 from kvplane.wire.errors import LimitExceededError
-from kvplane.wire.packed import U32Array, U64Array, pack_u64
+from kvplane.wire.packed import pack_u64
 from kvplane.wire.status import from_status
 
 MODES = {"attached": types_pb2.SESSION_MODE_ATTACHED, "remote": types_pb2.SESSION_MODE_REMOTE}
@@ -49,7 +50,7 @@ class _Heard:
 
     revocations: list[Preemption] = field(default_factory=list)
     notices: list[cache_pb2.Notice] = field(default_factory=list)
-    cut: list[int] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
 
 
 class SessionState:
@@ -108,6 +109,11 @@ class SessionState:
         """Steps that were sent and not answered."""
         return len(self._pending)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the session could be lost: no steps on their way, no plans, no sequences."""
+        return not self._pending and not self.work.open_plans and not self.sequences.ids.any()
+
     def check_usable(self) -> None:
         """Raises `SessionClosedError` or `ForkedProcessError`."""
         if self.closed:
@@ -127,8 +133,8 @@ class SessionState:
         table = self.sequences
         for row in table.rows_in_use.tolist():
             held = table.blocks[row, : table.num_blocks[row]]
-            ids = held[held != 0].astype("int64")
-            self.work.granted(ids, table.generations[row, : len(held)][held != 0])
+            real = held != 0
+            self.work.granted(held[real].astype("int64"), table.generations[row, : len(held)][real])
 
     def plan_opened(self) -> int:
         """See `DeviceWork.plan_opened`."""
@@ -208,6 +214,35 @@ class SessionState:
             self.work.keep_grant(opened.grant, reset=True)
         return [each.request for each in self._pending if each.step_id > opened.last_applied_step]
 
+    # A restarted service
+
+    def resume_request(self) -> cache_pb2.OpenSessionRequest:
+        """A request for the same session from a service that does not know its lease any more."""
+        return cache_pb2.OpenSessionRequest(pool_id=self.pool.pool_id, resume_token=self.opened.resume_token)
+
+    def resumed(self, opened: cache_pb2.OpenSessionResponse, sent_at: float) -> None:
+        """The session has a new lease epoch; notices count anew."""
+        self.opened = opened
+        self.lease.renew(sent_at)
+        self.last_seen_notice = 0
+
+    def declaration(self) -> Iterator[cache_pb2.StepRequest]:
+        """What the service is told when it asks for a declaration."""
+        self._heard.cuts += lower_for_copies(self.sequences, self.work)
+        return declaration(self.sequences, self.work, self.last_sent_step)
+
+    def declared(self, result: cache_pb2.DeclarationResult) -> list[cache_pb2.StepRequest]:
+        """The declaration was taken: shorten what was cut; returns the steps without an answer, numbered anew."""
+        cuts = apply_cuts(self.sequences, result)
+        self._heard.cuts += cuts
+        self.work.forget_operations()
+        self.work.last_step = self.last_sent_step
+        if result.HasField("grant"):
+            self.work.keep_grant(result.grant, reset=True)
+        pending, self._pending = self._pending, deque()
+        kept = {cut.sequence_id: cut.num_slots for cut in cuts}
+        return [self.encode(after_cuts(each.draft, kept, self.sequences)) for each in pending]
+
     def receive(self, response: cache_pb2.StepResponse) -> StepResult | None:
         """Apply one message; a result when it is the answer to the oldest step, None for anything else.
 
@@ -251,11 +286,11 @@ class SessionState:
             if self.sequences.ids[row] == victim.sequence_id:
                 self.sequences.change(row, SequenceState.PREEMPTED)
         self._heard.revocations.extend(victims)
-        self.work.revoked(notice.revocation.revocation_id, self.last_step)
+        self.work.revoked(notice.revocation.revocation_id)
 
     def _apply(self, draft: StepDraft, result: step_pb2.StepResult) -> StepResult:
         skipped = decode.skipped(result.skipped)
-        self._apply_operations(draft, skipped)
+        apply_draft(self.sequences, draft, skipped)
         deltas: Iterable[types_pb2.TableDelta] = result.table_deltas
         if result.HasField("grant"):
             body = step_pb2.GrantBody.FromString(result.grant.body)
@@ -285,44 +320,10 @@ class SessionState:
             skipped,
             copies,
             tuple(heard.notices),
-            tuple(heard.cut),
+            tuple(heard.cuts),
         )
-
-    def _apply_operations(self, draft: StepDraft, skipped: tuple[Skipped, ...]) -> None:
-        """What the service did to tokens and lengths, in its order."""
-        table = self.sequences
-        left_out: dict[StepOperation, set[int]] = {}
-        for each in skipped:
-            left_out.setdefault(each.operation, set()).add(each.sequence_id)
-        for sequence_id, tokens in draft.observed:
-            table.extend_tokens(table.row(sequence_id), tokens)
-        for ids, tokens, committed, _ in draft.advanced:
-            rows = (ids & 0xFFFF_FFFF).astype("int64")
-            table.append(rows, tokens)
-            late = left_out.get(StepOperation.ADVANCE, ())
-            if late:
-                kept = [sequence_id not in late for sequence_id in ids.tolist()]
-                rows, committed = rows[kept], committed[kept]
-            table.committed[rows] = committed
-        for ids, lengths in draft.committed:
-            for sequence_id, length in _pairs(ids, lengths, left_out.get(StepOperation.COMMIT, ())):
-                table.committed[row_of(sequence_id)] = length
-        for ids, lengths in draft.rolled_back:
-            for sequence_id, length in _pairs(ids, lengths, left_out.get(StepOperation.ROLLBACK, ())):
-                table.cut(row_of(sequence_id), length)
-        for parent_id, children, _ in draft.forked:
-            table.fork(parent_id, children)
-        for ids, _ in draft.finished:
-            for sequence_id in ids.tolist():
-                table.finish(sequence_id)
-        for message in draft.new:
-            table.introduce(message)
 
     def _change(self, sequence_id: int, state: SequenceState) -> None:
         row = row_of(sequence_id)
         if state != SequenceState.FINISHED and self.sequences.ids[row] == sequence_id:
             self.sequences.change(row, state)
-
-
-def _pairs(ids: U64Array, lengths: U32Array, left_out: Collection[int]) -> list[tuple[int, int]]:
-    return [pair for pair in zip(ids.tolist(), lengths.tolist(), strict=True) if pair[0] not in left_out]

@@ -136,6 +136,17 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A sequence that kept only a part of its table over a restart of the cache service."""
+
+    sequence_id: int
+    num_slots: int
+    """Token slots that it kept: what was committed up to there still is, the rest is to be written again. 0: it holds
+    nothing, and waits for `readmit` like a preempted one."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """A partial tail to copy before its destination is written or read (forks)."""
 
@@ -183,5 +194,5 @@ class StepResult:
     copies: tuple[BlockCopy, ...] = ()
     notices: tuple[cache_pb2.Notice, ...] = ()
     """Other notices since the last result: pool state, capacity, namespaces, draining, lease."""
-    cut: tuple[int, ...] = ()
-    """Sequences that lost blocks with a restart of the cache service; they wait for `readmit`."""
+    cuts: tuple[Cut, ...] = ()
+    """What a restart of the cache service cost since the last result. Read them first: they are older than the rest."""

@@ -22,6 +22,7 @@ from kvplane.client.compute.copies import run_copies
 from kvplane.client.compute.holds import Holds
 from kvplane.client.compute.memory import MappedShard, map_shard
 from kvplane.client.compute.topology import Topology, at_shard
+from kvplane.client.compute.work import Works
 from kvplane.client.state import SessionState
 from kvplane.client.values import BlockCopy
 from kvplane.v1 import compute_pb2, types_pb2
@@ -67,6 +68,7 @@ class AttachedCompute:
         with ExitStack() as undo:
             self._attachments = self._attach(undo, credentials, timeout_seconds, rank)
             self._holds = Holds(self.shards)
+            self.works = Works(self.topology, self.shards)
             self._listeners = [
                 threading.Thread(target=self._listen, args=(index,), name=f"kvplane-attached-{index}", daemon=True)
                 for index in range(len(self._attachments))
@@ -89,7 +91,6 @@ class AttachedCompute:
         windows: Mapping[int, int | None] | None = None,
     ) -> AttachedPlan:
         """See `Compute.plan`."""
-        self._state.check_usable()
         self.topology.check_query_heads(num_query_heads)
         own = self.topology.window_tokens
         options = Options(num_query_heads, scale, soft_cap, own if window is None else window, dict(windows or {}))
@@ -116,12 +117,15 @@ class AttachedCompute:
             raise
 
     def check_launch(self) -> None:
-        """Raises why nothing may be launched: `PreconditionError` when closed, `SessionExpiredError` when a shard said
-        that the lease is over, `PoolLostError` when it gave the memory up, `UnavailableError` when it went away."""
+        """Raises why nothing may be launched: `SessionClosedError`, `ForkedProcessError`, `PreconditionError` when this
+        is closed, `SessionExpiredError` when a shard said that the lease is over, `PoolLostError` when it gave the
+        memory up, `UnavailableError` when it went away, `LaunchPausedError` when the lease is too old."""
+        self._state.check_usable()
         if self._closed:
             raise PreconditionError("the compute access is closed")
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.with_traceback(None)
+        self._state.lease.check()
 
     def plan_closed(self, plan: AttachedPlan | None, token: int) -> None:
         """A plan ended, or was not made."""
@@ -145,6 +149,7 @@ class AttachedCompute:
         for attachment in self._attachments:
             attachment.close()
         self._holds.forget()
+        self.works.forget()
         for shard in self.shards:
             shard.close()
         self.shards.clear()

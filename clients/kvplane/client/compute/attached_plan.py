@@ -8,15 +8,13 @@ from torch import Tensor
 
 from kvplane import kernels
 from kvplane.client.compute.batch import Batch, Options, check_rows
+from kvplane.client.compute.work import Work
 from kvplane.client.sequences import I32
-from kvplane.kernels import AttentionPlan, KernelError, KvGeometry, PagedKv
+from kvplane.kernels import AttentionPlan, KernelError
 from kvplane.wire.errors import InvalidArgumentError, PreconditionError
 
 if TYPE_CHECKING:
     from kvplane.client.compute.attached import AttachedCompute
-
-_Work = tuple[PagedKv, slice, slice | None, int]
-"""A shard's blocks of a layer, its KV heads, the query heads it attends with, and how many its kernel plan is for."""
 
 
 class AttachedPlan:
@@ -30,12 +28,11 @@ class AttachedPlan:
         self._batch = batch
         self._tables = tables
         self._options = options
-        self._made: dict[tuple[KvGeometry, int, int | None, float | None], AttentionPlan] = {}
-        self._work: dict[int, list[_Work]] = {}
+        self._made: dict[tuple[int, int, int | None, float | None], AttentionPlan] = {}
         # What is wrong with lengths, tables or options is told here, and not in the middle of a forward pass.
         first = compute.topology.layers[0]
-        for blocks, _, _, heads in self._work_of(first):
-            self._kernel_plan(blocks, heads, options.window_of(first), options.scale)
+        for work in compute.works.of(first, options.num_query_heads):
+            self._kernel_plan(work, options.window_of(first), options.scale)
 
     def run(
         self,
@@ -58,12 +55,15 @@ class AttachedPlan:
         shape = (self.num_tokens, topology.num_kv_heads, topology.head_dim)
         check_rows("key", key, shape)
         check_rows("value", value, shape)
-        work = self._work_of(layer)
-        window, scale = self._options.window_of(layer), self._options.scale
+        options = self._options
+        window = options.window_of(layer)
         try:
-            for blocks, kv_heads, _, heads in work:
-                plan = self._kernel_plan(blocks, heads, window, scale)
-                kernels.write(plan, key[:, kv_heads], value[:, kv_heads], blocks)
+            for work in self._compute.works.of(layer, options.num_query_heads):
+                plan, heads = self._kernel_plan(work, window, options.scale), work.kv_heads
+                if heads is None:
+                    kernels.write(plan, key, value, work.blocks)
+                else:
+                    kernels.write(plan, key[:, heads], value[:, heads], work.blocks)
         except KernelError as error:
             raise InvalidArgumentError.of(error.field, error.description) from error
 
@@ -78,7 +78,6 @@ class AttachedPlan:
         """The kernels of the CPU have completed when they return, so nothing is waited for."""
         token, self._token = self._token, None
         if token is not None:
-            self._work.clear()
             self._made.clear()
             self._compute.plan_closed(self, token)
 
@@ -98,13 +97,18 @@ class AttachedPlan:
             out = torch.empty(shape, dtype=query.dtype, device=query.device)
         else:
             check_rows("out", out, shape)
-        window = self._options.window_of(layer)
+        options = self._options
+        window, scale = options.window_of(layer), options.scale if scale is None else scale
         try:
-            for blocks, _, queries, heads in self._work_of(layer):
-                if queries is not None:
-                    plan = self._kernel_plan(blocks, heads, window, self._options.scale if scale is None else scale)
-                    to_lse = None if lse is None else lse[:, queries]
-                    kernels.attend(plan, query[:, queries], blocks, out=out[:, queries], lse=to_lse)
+            for work in self._compute.works.of(layer, options.num_query_heads):
+                if not work.attends:
+                    continue
+                plan, heads = self._kernel_plan(work, window, scale), work.query_heads
+                if heads is None:
+                    kernels.attend(plan, query, work.blocks, out=out, lse=lse)
+                else:
+                    part = None if lse is None else lse[:, heads]
+                    kernels.attend(plan, query[:, heads], work.blocks, out=out[:, heads], lse=part)
         except KernelError as error:
             raise InvalidArgumentError.of(error.field, error.description) from error
         return out
@@ -114,27 +118,17 @@ class AttachedPlan:
             raise PreconditionError("the plan is closed")
         self._compute.check_launch()
 
-    def _work_of(self, layer: int) -> list[_Work]:
-        work = self._work.get(layer)
-        if work is None:
-            compute = self._compute
-            work = self._work[layer] = [
-                (compute.shards[part.shard].layers[layer], part.kv_heads, part.query_heads, part.num_query_heads)
-                for part in compute.topology.parts(layer, self._options.num_query_heads)
-            ]
-        return work
-
-    def _kernel_plan(self, blocks: PagedKv, heads: int, window: int | None, scale: float | None) -> AttentionPlan:
-        key = (blocks.geometry, heads, window, scale)
+    def _kernel_plan(self, work: Work, window: int | None, scale: float | None) -> AttentionPlan:
+        key = (work.geometry, work.num_query_heads, window, scale)
         found = self._made.get(key)
         if found is None:
             try:
                 found = self._made[key] = kernels.plan(
-                    blocks.geometry,
+                    work.blocks.geometry,
                     self._tables,
                     self._batch.kv_lengths,
                     self._batch.query_lengths,
-                    num_query_heads=heads,
+                    num_query_heads=work.num_query_heads,
                     scale=scale,
                     window=window,
                     soft_cap=self._options.soft_cap,

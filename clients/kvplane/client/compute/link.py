@@ -1,7 +1,7 @@
 """A remote session's way to one shard: its stream, the grants it may not have yet, and how tensors get there."""
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -68,12 +68,17 @@ class ShardLink:
             stream = self._stream = ShardStream(self._stub, self._state, self.shard, self._timeout)
         return stream
 
-    def add_grants(self, grants: Iterable[step_pb2.Grant]) -> None:
-        """Grants to pass on with the next plan. One that replaces all tables makes those before it void."""
-        for grant in grants:
-            if step_pb2.GrantBody.FromString(grant.body).reset:
-                self._grants.clear()
-            self._grants.append(grant)
+    def add_grants(self, grants: Sequence[step_pb2.Grant]) -> None:
+        """Grants to pass on with the next plan, as `SessionState.take_grants` gives them: one that replaces all tables,
+        which makes those before it void, comes first or not at all."""
+        if grants and step_pb2.GrantBody.FromString(grants[0].body).reset:
+            self._grants.clear()
+        self._grants.extend(grants)
+
+    @property
+    def waiting_grants(self) -> int:
+        """Grants that are not known to be applied."""
+        return len(self._grants)
 
     def apply_grants(self, *, leave: int = 0) -> None:
         """Have the shard apply grants, until no more than `leave` wait. Raises what refuses one of them."""

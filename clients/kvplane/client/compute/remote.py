@@ -55,7 +55,7 @@ class RemoteCompute:
         self._copies: list[int] = []
         """Copies that the shards run with the grants that order them; not acknowledged yet."""
         self._closed = False
-        self._links: list[ShardLink] = []
+        self.links: list[ShardLink] = []
         with ExitStack() as undo:
             for shard in self.topology.shards:
                 channel = (
@@ -65,8 +65,8 @@ class RemoteCompute:
                 )
                 link = ShardLink(state, shard, channel, timeout_seconds)
                 undo.callback(link.close)
-                self._links.append(link)
-            for link in self._links:
+                self.links.append(link)
+            for link in self.links:
                 _ = link.stream
             if transport != "inline" and self._share_memory(required=transport == "shm"):
                 self.transport = "shm"
@@ -101,7 +101,7 @@ class RemoteCompute:
             changes = self._state.take_changes()
             self._copies += [copy.op_id for copy in changes.copies]
             grants = self._state.take_grants()
-            for link in self._links:
+            for link in self.links:
                 link.add_grants(grants)
             batch = batch_of(self._state, sequence_ids, query_lengths, kv_lengths)
             plan = compute_pb2.Plan(
@@ -148,12 +148,12 @@ class RemoteCompute:
             for plan in list(self._open):
                 plan.close()
             grants = [] if self._state.closed else self._state.take_grants()
-            for link in self._links:
+            for link in self.links:
                 link.add_grants(grants)
                 link.apply_grants()
             for token in self._undrained:
                 self._state.plan_closed(token)
-        for link in self._links:
+        for link in self.links:
             link.close()
 
     def __enter__(self) -> Self:
@@ -171,12 +171,12 @@ class RemoteCompute:
 
     def _share_memory(self, *, required: bool) -> bool:
         try:
-            for link in self._links:
+            for link in self.links:
                 link.open_arena()
         except (PreconditionError, LimitExceededError) as error:
             if required or not (isinstance(error, LimitExceededError) or error.reason in _NO_SHARED_MEMORY):
                 raise
-            for link in self._links:
+            for link in self.links:
                 link.close_arena()
             return False
         return True
@@ -184,7 +184,7 @@ class RemoteCompute:
     def _open_plan(self, plan: compute_pb2.Plan) -> list[Bound]:
         sent: list[tuple[ShardLink, ShardStream, int, int]] = []
         try:
-            for link in self._links:
+            for link in self.links:
                 sent.append((link, *link.send_plan(plan)))  # noqa: PERF401 - what was sent is closed on an error
             for link, stream, request_id, num_grants in sent:
                 stream.receive(request_id)

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 QUERY, KEY, VALUE = types_pb2.TENSOR_ROLE_QUERY, types_pb2.TENSOR_ROLE_KEY, types_pb2.TENSOR_ROLE_VALUE
 OUTPUT, LSE = types_pb2.TENSOR_ROLE_OUTPUT, types_pb2.TENSOR_ROLE_LSE
 
+_Work = tuple[
+    Part,
+    compute_pb2.Run,
+    list[tuple[types_pb2.TensorRole.ValueType, Tensor]],
+    list[tuple[types_pb2.TensorRole.ValueType, tuple[int, ...], torch.dtype]],
+]
+"""A shard's part, its run, the tensors it reads, and role, shape and dtype of its results."""
+
 Bound = tuple[ShardLink, ShardStream]
 """A shard, and the stream on which the plan is open: a newer stream does not know it."""
 
@@ -61,13 +69,11 @@ class RemotePlan:
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write alone: see `ComputePlan.write`."""
         self._check(("key", key), ("value", value))
-        run = compute_pb2.Run(plan_id=self._plan_id, layer=layer, kind=compute_pb2.RUN_KIND_WRITE)
-        self._exchange(
-            [
-                (part, run, [(KEY, key[:, part.kv_heads]), (VALUE, value[:, part.kv_heads])], [])
-                for part in self._parts(layer)
-            ]
-        )
+        work: list[_Work] = []
+        for part in self._parts(layer):
+            run = compute_pb2.Run(plan_id=self._plan_id, layer=layer, kind=compute_pb2.RUN_KIND_WRITE)
+            work.append((part, run, [(KEY, key[:, part.kv_heads]), (VALUE, value[:, part.kv_heads])], []))
+        self._exchange(work)
 
     def attend(
         self, layer: int, query: Tensor, out: Tensor | None = None, *, scale: float | None = None
@@ -123,7 +129,7 @@ class RemotePlan:
             out = torch.empty(tuple(query.shape), dtype=query.dtype, device=query.device)
         else:
             check_rows("out", out, self._shape("out"))
-        work = []
+        work: list[_Work] = []
         for part in self._parts(layer):
             inputs, results = [], []
             kind = compute_pb2.RUN_KIND_WRITE
@@ -151,21 +157,12 @@ class RemotePlan:
 
     def _exchange(
         self,
-        work: Sequence[
-            tuple[
-                Part,
-                compute_pb2.Run,
-                list[tuple[types_pb2.TensorRole.ValueType, Tensor]],
-                list[tuple[types_pb2.TensorRole.ValueType, tuple[int, ...], torch.dtype]],
-            ]
-        ],
+        work: Sequence[_Work],
     ) -> list[tuple[Part, dict[int, Tensor]]]:
         sent: list[tuple[Part, Bound, Sent]] = []
         for part, run, inputs, results in work:
             link, stream = self._bound[part.shard]
-            mine = compute_pb2.Run()
-            mine.CopyFrom(run)
-            sent.append((part, (link, stream), link.send_run(stream, mine, inputs, results)))
+            sent.append((part, (link, stream), link.send_run(stream, run, inputs, results)))
         return [(part, link.receive_run(stream, each)) for part, (link, stream), each in sent]
 
     def _parts(self, layer: int) -> tuple[Part, ...]:

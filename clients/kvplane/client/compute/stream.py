@@ -67,7 +67,7 @@ class ShardStream:
     def send(self, **request: Any) -> int:
         """Send a request; returns its number for `receive`. Raises what ended the stream."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         self._last_id += 1
         self._requests.put(compute_pb2.ExecuteRequest(request_id=self._last_id, **request))
         return self._last_id
@@ -84,7 +84,7 @@ class ShardStream:
                 raise at_shard(late, self._shard) from None
             if isinstance(answer, KvplaneError):
                 self._answers.put(answer)
-                raise answer
+                raise answer.with_traceback(None)
             if answer.request_id == request_id:
                 if answer.HasField("refused"):
                     raise at_shard(from_status(answer.refused), self._shard)
