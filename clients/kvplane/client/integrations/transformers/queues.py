@@ -3,7 +3,7 @@
 from bisect import insort
 
 from kvplane.client.integrations.transformers.sequence import Phase, Sequence
-from kvplane.client.values import SequenceState, StepResult
+from kvplane.client.values import Cut, SequenceState, StepResult
 
 
 class Queues:
@@ -60,10 +60,10 @@ class Queues:
             sequence.sequence_id = 0
             self.free_rows += 1
         self._leaving = []
+        for cut in result.cuts:
+            self._cut(cut)
         for victim in (*result.preemptions, *result.revocations):
             self._yield(victim.sequence_id)
-        for sequence_id in result.cut:
-            self._yield(sequence_id)
         for admission in result.admitted:
             sequence = self._by_id[admission.sequence_id]
             sequence.computed = sequence.committed = admission.cached_tokens
@@ -89,6 +89,13 @@ class Queues:
             sequence.yielded()
             if sequence.finished_by is None:
                 self.wait(sequence)
+
+    def _cut(self, cut: Cut) -> None:
+        if not cut.num_slots:
+            self._yield(cut.sequence_id)
+        elif (sequence := self._by_id.get(cut.sequence_id)) is not None:
+            # What was computed and not committed before the restart counts for nothing: it is computed again.
+            sequence.computed = sequence.committed = min(sequence.committed, cut.num_slots)
 
     def _yield(self, sequence_id: int) -> None:
         sequence = self._by_id.get(sequence_id)
