@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PACKAGES = ("kvplane", "grpcio", "protobuf", "numpy", "torch", "numba")
+PACKAGES = ("kvplane", "grpcio", "protobuf", "numpy", "torch", "numba", "transformers")
 
 
 def cpu_name() -> str:

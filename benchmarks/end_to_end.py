@@ -46,10 +46,23 @@ from kvplane.kernels.cpu.warm_up import warm_up
 
 DTYPE = torch.bfloat16
 THREADS = 2
-PROMPT, OUTPUT = 64, 48
-SYSTEM_PROMPT, QUESTION = 1024, 16
 NUM_BLOCKS = 4096
 FIRST_TOKEN, VOCABULARY = 3, 49_152
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens."""
+
+    prompt: int = 64
+    output: int = 48
+    mixed_prompts: tuple[int, int] = (16, 512)
+    mixed_outputs: tuple[int, int] = (8, 128)
+    system_prompt: int = 1024
+    question: int = 16
+
+
+QUICK = Sizes(16, 6, (8, 32), (4, 8), 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +78,16 @@ class Workload:
         return sum(self.outputs)
 
 
-def equal(rng: np.random.Generator, count: int) -> Workload:
+def equal(rng: np.random.Generator, sizes: Sizes, count: int) -> Workload:
     """Prompts and outputs of one length."""
-    return Workload([tokens(rng, PROMPT) for _ in range(count)], [OUTPUT] * count)
+    return Workload([tokens(rng, sizes.prompt) for _ in range(count)], [sizes.output] * count)
 
 
-def mixed(rng: np.random.Generator, count: int) -> Workload:
-    """Prompts of 16–512 tokens, outputs of 8–128."""
-    return Workload(
-        [tokens(rng, int(length)) for length in rng.integers(16, 513, count)],
-        [int(length) for length in rng.integers(8, 129, count)],
-    )
+def mixed(rng: np.random.Generator, sizes: Sizes, count: int) -> Workload:
+    """Prompts and outputs of any length, spread evenly."""
+    prompts = rng.integers(*sizes.mixed_prompts, count, endpoint=True)
+    outputs = rng.integers(*sizes.mixed_outputs, count, endpoint=True)
+    return Workload([tokens(rng, length) for length in prompts.tolist()], outputs.tolist())
 
 
 def tokens(rng: np.random.Generator, count: int) -> list[int]:
@@ -236,18 +248,20 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     return 1e3 * output.metrics.first_token_seconds, output.metrics.cached_tokens
 
 
-def time_to_first_token(engine: Engine, address: str, rng: np.random.Generator, rounds: int) -> dict[str, float]:
+def time_to_first_token(
+    engine: Engine, address: str, rng: np.random.Generator, sizes: Sizes, rounds: int
+) -> dict[str, float]:
     """A system prompt that another process has cached, and new ones."""
-    system = tokens(rng, SYSTEM_PROMPT)
+    system = tokens(rng, sizes.system_prompt)
     command = [sys.executable, __file__, "--prime", address]
     subprocess.run(command, input=json.dumps(system), text=True, check=True, env=dict(os.environ))
     warm, cold = [], []
     for _ in range(rounds):
-        milliseconds, cached = first_token(engine, tokens(rng, SYSTEM_PROMPT + QUESTION))
+        milliseconds, cached = first_token(engine, tokens(rng, sizes.system_prompt + sizes.question))
         assert cached == 0
         cold.append(milliseconds)
-        milliseconds, cached = first_token(engine, system + tokens(rng, QUESTION))
-        assert cached == SYSTEM_PROMPT
+        milliseconds, cached = first_token(engine, system + tokens(rng, sizes.question))
+        assert cached == sizes.system_prompt
         warm.append(milliseconds)
     warm_ms, cold_ms = line("first token: cached by another process", warm), line("first token: uncached", cold)
     return {"ttft_warm_over_cold": warm_ms / cold_ms, "ttft_warm_ms": warm_ms, "ttft_cold_ms": cold_ms}
@@ -281,7 +295,7 @@ def exposed(engine: Engine, make: Callable[[], Workload], rounds: int) -> dict[s
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: one round, no peer")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: short lengths, one round, no peer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prime", metavar="ADDRESS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -293,7 +307,7 @@ def main() -> None:
     kernels.set_num_threads(THREADS)
     warm_up((DTYPE,))
     rounds = 1 if arguments.quick else arguments.rounds
-    rng = np.random.default_rng(0)
+    rng, sizes = np.random.default_rng(0), QUICK if arguments.quick else Sizes()
     folder = default_model()
     with tempfile.TemporaryDirectory(prefix="kvplane-bench-") as name, ExitStack() as stack:
         model = load_model(folder, DTYPE)
@@ -311,10 +325,10 @@ def main() -> None:
         result: dict[str, float] = {}
         for count in (1, 8, 32):
             measured = systems | peers if count > 1 else systems
-            result |= throughput(str(count), measured, functools.partial(equal, rng, count), rounds)
-        result |= throughput("32_mixed", systems, lambda: mixed(rng, 32), rounds)
-        result |= exposed(engine, lambda: equal(rng, 32), rounds)
-        result |= time_to_first_token(engine, address, rng, rounds)
+            result |= throughput(str(count), measured, functools.partial(equal, rng, sizes, count), rounds)
+        result |= throughput("32_mixed", systems, functools.partial(mixed, rng, sizes, 32), rounds)
+        result |= exposed(engine, functools.partial(equal, rng, sizes, 32), rounds)
+        result |= time_to_first_token(engine, address, rng, sizes, rounds)
     finish({name: round(value, 4) for name, value in result.items()})
 
 

@@ -174,7 +174,8 @@ def test_a_newer_occupant_stops_the_launch(fresh: Rig) -> None:
 
 
 def test_a_newer_control_plane_stops_the_launch(fresh: Rig) -> None:
-    """New blocks of an older incarnation are refused after they were stamped; those stamped before are not."""
+    """A session that has not declared itself to it launches nothing. One that has is refused new blocks of the older
+    incarnation after they were stamped; those stamped before are not."""
     engine = fresh.engine()
     old = engine.admit(TOKENS)
     engine.forward(old)
@@ -184,6 +185,11 @@ def test_a_newer_control_plane_stops_the_launch(fresh: Rig) -> None:
     header = holding.pool.directory.header
     own = int(header["incarnation"][0])
     header["incarnation"][0] = own + 1
+    for sequence in (old, new):
+        with pytest.raises(LaunchPausedError) as paused:
+            engine.forward(sequence)
+        assert paused.value.metadata == {"incarnation": str(own + 1), "shard": "1"}
+    engine.session.pool.incarnation = own + 1
     for _ in range(2):
         with pytest.raises(StaleEpochError) as refused:
             engine.forward(new)
@@ -277,6 +283,8 @@ def test_a_lost_pool_stops_launches(fresh: Rig) -> None:
             plan(engine, sequence).close()
         except PoolLostError:
             return True
+        except LaunchPausedError:
+            return False  # the shards follow a newer incarnation already
         return False
 
     wait_until(lost, "the process hears of it")

@@ -178,6 +178,25 @@ def test_abort(pool: Pool, plain: PreTrainedModel) -> None:
     check(plain, asked[2:], [output], 20)
 
 
+def test_a_pause_loses_nothing(pool: Pool, plain: PreTrainedModel) -> None:
+    """A forward pass that may not be launched, since the lease was not renewed in time, is made up for later."""
+    asked = prompts([30, 25], seed=19)
+    with pool.engine() as engine:
+        for prompt in asked:
+            engine.add(Request(prompt, SamplingParams(max_new_tokens=20)))
+        for _ in range(8):
+            engine.step()
+        lease = engine.session.state.lease
+        clock = lease.clock
+        lease.clock = lambda: lease.renewed_at + lease.ttl_seconds
+        for _ in range(3):
+            assert engine.step() == []
+            lease.renewed_at = clock()
+        lease.clock = clock
+        outputs = engine.run()
+    check(plain, asked, outputs, 20)
+
+
 def test_bad_requests_change_nothing(pool: Pool) -> None:
     """Refused with the field named, before anything is queued."""
     with pool.engine() as engine:

@@ -16,6 +16,7 @@ from kvplane.client.compute import Compute, open_compute
 from kvplane.client.integrations.transformers.completions import Completions
 from kvplane.client.integrations.transformers.forward import ForwardPass
 from kvplane.client.integrations.transformers.model import LoadedModel, load_model
+from kvplane.client.integrations.transformers.opening import open_session
 from kvplane.client.integrations.transformers.queues import Queues
 from kvplane.client.integrations.transformers.requests import Event, Output, Request, SamplingParams
 from kvplane.client.integrations.transformers.scheduler import Scheduler
@@ -26,7 +27,6 @@ from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
     LaunchPausedError,
-    NotFoundError,
     PreconditionError,
     StaleEpochError,
     UnavailableError,
@@ -34,7 +34,6 @@ from kvplane.wire.errors import (
 
 Prompt = str | Sequence[int]
 
-_POOL_SECONDS = 0.1
 _WAIT_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 0.02
 
@@ -120,24 +119,11 @@ class Engine:
         """
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
         with ExitStack() as resources:
-            deadline = time.monotonic() + wait_seconds
-            while True:
-                try:
-                    session = Session.open(
-                        pool,
-                        mode=mode,
-                        address=address,
-                        credentials=credentials,
-                        ttl_seconds=ttl_seconds,
-                        max_sequences=max_sequences,
-                        engine_name=name or "transformers",
-                    )
-                    break
-                except (NotFoundError, UnavailableError):
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(_POOL_SECONDS)
-            resources.enter_context(session)
+            session = resources.enter_context(
+                open_session(
+                    pool, mode, address, credentials, ttl_seconds, max_sequences, name or "transformers", wait_seconds
+                )
+            )
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)

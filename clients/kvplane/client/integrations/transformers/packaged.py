@@ -71,7 +71,12 @@ def _gguf_file() -> tuple[Path, str]:
 def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    progress_bars: Any = logging
+
+    bars = progress_bars.is_progress_bar_enabled()
+    progress_bars.disable_progress_bar()
     with _offline(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -82,6 +87,8 @@ def _convert(source: Path, target: Path) -> None:
             del model.config.quantization_config
         model.to(torch.bfloat16).save_pretrained(target)
         tokenizer.save_pretrained(target)
+    if bars:
+        progress_bars.enable_progress_bar()
 
 
 @contextmanager
