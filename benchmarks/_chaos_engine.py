@@ -2,8 +2,8 @@
 
     python -m _chaos_engine NAME MODE TRANSPORT TTL_SECONDS RUN_SEED LIFE_SEED
 
-with `$KVPLANE_ADDRESS` set. Standard input takes `drain` (finish everything, start nothing), `resume`, `hog N` (hold
-the pool for N seconds) and `stop`; standard output is one JSON object a line. It ends by itself only on `stop`, on the
+with `$KVPLANE_ADDRESS` set. Standard input takes `drain` (finish everything, start nothing), `freeze` (send empty
+steps only), `resume` (from both), `hog N` (hold the pool for N seconds) and `stop`; standard output is one JSON object a line. It ends by itself only on `stop`, on the
 end of its input, or on an error that no engine has to expect.
 """
 
@@ -82,7 +82,7 @@ class Engine:
         self.shared = prefixes(run_seed)
         self.oracle = Oracle()
         self.commands: SimpleQueue[str] = SimpleQueue()
-        self.draining = self.stopping = False
+        self.draining = self.frozen = self.stopping = False
         self.hog_until = 0.0
         self.sequences: dict[int, Running] = {}
         self.namespaces: dict[str, int] = {}
@@ -143,13 +143,17 @@ class Engine:
 
     def _iterate(self) -> None:
         draft = self.session.draft()
-        self._write(draft)
+        if not self.frozen:
+            self._write(draft)
         told = self.session.state.completed_step
         self.session.submit(draft)
         result = self._collect()
         self.counts["steps"] += 1
         self._take(result)
         self.held = max(self.held, self._blocks())
+        if self.frozen:
+            time.sleep(0.02)
+            return
         self._forward()
         # Drained: everything is finished, and the service was told that nothing of it runs any more.
         if self.draining and not self.sequences and told >= result.step_id - 2:
@@ -340,8 +344,10 @@ class Engine:
                 word, *rest = self.commands.get_nowait().split() or [""]
                 if word == "stop":
                     self.stopping = True
-                elif word in ("drain", "resume"):
-                    self.draining = word == "drain"
+                elif word in ("drain", "freeze", "resume"):
+                    self.draining, self.frozen = word == "drain", word == "freeze"
+                    if self.frozen:
+                        say("frozen")
                 elif word == "hog":
                     self.hog_until = time.monotonic() + float(rest[0])
 

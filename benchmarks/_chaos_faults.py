@@ -64,10 +64,11 @@ class Faults:
             return False
         return not (fault.target == "rogue" and self._watch.rogue_busy)
 
-    def count(self, kind: str, number: int) -> None:
-        """A fault that was done elsewhere, and is over."""
+    def count(self, kind: str, number: int, at: float) -> None:
+        """A fault that was done elsewhere, and was over at a time."""
         self.newest = f"{number} ({kind})"
-        self._over(kind)
+        print(f"{at:.1f} {self.newest}", flush=True)
+        self._over(kind, at)
 
     def begin(self, fault: Fault) -> None:
         """Do it. What has a duration ends by `end_due`."""
@@ -131,8 +132,8 @@ class Faults:
     def _way(self, fault: Fault) -> CutProxy:
         return (self._world.to_shard if fault.kind.endswith("engines") else self._world.to_cache)[fault.target]
 
-    def _over(self, kind: str) -> None:
-        self.ended_at = time.monotonic()
+    def _over(self, kind: str, at: float | None = None) -> None:
+        self.ended_at = time.monotonic() if at is None else at
         if not kind.startswith("engine"):
             self._services_at = self.ended_at
         times = self.survived[kind]

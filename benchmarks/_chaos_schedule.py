@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...], tuple[float, float]]] = {
     # kind: weight, targets, seconds that it lasts (or that the part is down)
     "cache killed": (6, ("cache",), (0.0, 1.0)),
     "cache killed, prefixes compared": (6, ("cache",), (0.0, 1.0)),
+    "cache and shard killed, prefixes compared": (3, ("cache",), (0.0, 0.5)),
     "cache restarted": (3, ("cache",), (0.0, 0.5)),
     "cache stopped": (4, ("cache",), _SHORT),
     "cache stopped beyond the ttl": (2, ("cache",), _LONG),

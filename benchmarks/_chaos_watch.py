@@ -50,6 +50,7 @@ class Heard:
     """When the sequence that waits longest last went on."""
     oldest: str = ""
     drained_at: float = 0.0
+    frozen_at: float = 0.0
 
 
 class Watch:
@@ -85,8 +86,8 @@ class Watch:
             elif kind == "started":
                 heard.totals.update(heard.counts)
                 heard.counts, heard.moved_at = {}, None
-            elif kind == "drained":
-                heard.drained_at = message["at"]
+            elif kind in ("drained", "frozen"):
+                setattr(heard, f"{kind}_at", message["at"])
             elif kind in ("reopen", "waits", "shard away"):
                 self.turns[f"{kind}: {message['why'].partition('(')[0]}"] += 1
             elif kind == "progress":
@@ -151,6 +152,11 @@ class Watch:
         """Engines that have not said, after `moment`, that they hold nothing."""
         with self.lock:
             return [name for name in names if self.engines[name].drained_at <= moment]
+
+    def frozen(self, moment: float, names: list[str]) -> bool:
+        """Whether these engines have said, after `moment`, that they ask for nothing."""
+        with self.lock:
+            return all(self.engines[name].frozen_at > moment for name in names)
 
     def may_hold(self, now: float) -> int:
         """Most blocks that live engines can hold by their own words."""
@@ -239,7 +245,7 @@ class Prober:
     def _look(self) -> set[tuple[str, tuple[int, ...]]]:
         if self._session is None:
             self._session = Session.open(
-                mode="remote", address=self._address, ttl_seconds=20.0, max_sequences=1, engine_name="prober", timeout=2.0
+                mode="remote", address=self._address, ttl_seconds=TTL_SECONDS, max_sequences=1, engine_name="prober", timeout=2.0
             )
             self._namespaces = {
                 name: self._session.register_namespace(sub_salt=salt) if name else 0

@@ -1,6 +1,6 @@
 """Real processes under a seeded schedule of faults, with every byte checked.
 
-    python benchmarks/chaos.py [--quick] [--seconds N] [--seed S] [--logs FOLDER]
+    python benchmarks/chaos.py [--quick] [--seconds N] [--seed S] [--logs FOLDER] [--sabotage]
 
 A cache service, two shards, two attached and two remote engines, and a client that misbehaves; docs/reliability.md
 says what is injected and what is promised. The same seed gives the same faults in the same order and with the same
@@ -11,7 +11,6 @@ fault to a READY pool in which every engine computes), `steps`, `seconds`, `seed
 """
 
 import argparse
-import signal
 import statistics
 import sys
 import time
@@ -21,7 +20,8 @@ from pathlib import Path
 
 from _chaos_faults import Faults
 from _chaos_prompts import BLOCK_TOKENS
-from _chaos_schedule import CALM_AFTER, schedule
+from _chaos_sabotage import Sabotage
+from _chaos_schedule import CALM_AFTER, Fault, schedule
 from _chaos_watch import LEAK_SECONDS, Prober, Watch
 from _chaos_world import NUM_BLOCKS, World
 from _machine import describe_machine, finish
@@ -48,6 +48,7 @@ class Run:
         self.watch = Watch(self.world.address)
         self.faults = Faults(self.world, self.watch)
         self.prober = Prober(self.world.address, seed)
+        self.sabotage = Sabotage(self.world)
 
     def start(self) -> None:
         """Start everything, and wait until every engine computes. Raises `RuntimeError`."""
@@ -67,10 +68,17 @@ class Run:
             if fault.number and fault.number % CALM_AFTER == 0:
                 self.calm()
             self.until(lambda fault=fault: self.faults.can_begin(fault, MOST_AT_ONCE), 60.0)
-            if fault.kind == "cache killed, prefixes compared":
-                self.kill_and_compare(fault.number, fault.seconds)
+            if fault.kind.endswith("compared"):
+                self.kill_and_compare(fault)
             else:
                 self.faults.begin(fault)
+        self.calm()
+
+    def break_promises(self) -> None:
+        """What every check is there for, once."""
+        self.sabotage.wanted = True
+        self.calm()
+        self.kill_and_compare(Fault(0, 0.0, "cache killed, prefixes compared", "cache", 0.2, 0.0))
         self.calm()
 
     @staticmethod
@@ -80,29 +88,33 @@ class Run:
 
     # What is done in one go
 
-    def kill_and_compare(self, number: int, down_seconds: float) -> None:
-        """Kill the cache service while no step is on its way, and look the prefixes up before and after."""
-        kind = "cache killed, prefixes compared"
+    def kill_and_compare(self, fault: Fault) -> None:
+        """Kill the cache service (and a shard with it) while engines ask for nothing new, and look the prefixes up
+        before and after."""
         # Alone: what a shard loses with its own death is no concern of this one.
         self.until(lambda: not self.faults.active and self.watch.ready_since(self.faults.ended_at), 30.0)
-        engines = [each for each in self.world.engines.values() if each.alive]
-        for engine in engines:
-            engine.signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        asked, names = time.monotonic(), list(self.world.engines)
+        self._tell_all("freeze")
+        frozen = self.until(lambda: self.watch.frozen(asked, names), 5.0)
         epoch, before = self.watch.last.epoch, self.prober.published()
-        self.world.cache.end(kill=True)
-        self.until(lambda: not self.world.cache.alive, 5.0)
-        for engine in engines:
-            engine.signal(signal.SIGCONT)
-        self.until(lambda: False, down_seconds)
-        self.world.start(self.world.cache)
-        self.faults.count(kind, number)
+        killed = [self.world.cache]
+        if "shard" in fault.kind:
+            killed.append(self.world.shards[fault.number % len(self.world.shards)])
+        for process in killed:
+            process.end(kill=True)
+        self.until(lambda: not any(process.alive for process in killed), 5.0)
+        self.until(lambda: False, fault.seconds)
+        self.sabotage.lose_blocks()
         began = time.monotonic()
+        for process in killed:
+            self.world.start(process)
         self.until(lambda: self.watch.ready_since(began), 30.0)
         after = self.prober.published()
         looked_up = time.monotonic()
         self.until(lambda: self.watch.ready_since(looked_up), 10.0)
-        if before is None or after is None:
+        self._tell_all("resume")
+        self.faults.count(fault.kind, fault.number, began)
+        if before is None or after is None or not frozen:
             return
         self.compared += 1
         self.compared_blocks += len(before)
@@ -126,14 +138,14 @@ class Run:
             self._problem("the pool is not READY though nothing is wrong with its parts")
             return
         moment, names = time.monotonic(), list(self.world.engines)
+        self.sabotage.in_calm()
         if not self.until(
             lambda: self.watch.all_progressed(moment, names) and not self.watch.all_moved(moment, names), STUCK_SECONDS
         ):
             self._stuck([*self.watch.all_moved(moment, names), *self._idle(moment, names)])
         self.faults.settle()
         moment = time.monotonic()
-        for engine in self.world.engines.values():
-            self.world.tell(engine, "drain")
+        self._tell_all("drain")
         if not self.until(lambda: not self.watch.drained(moment, names), STUCK_SECONDS):
             self._stuck([f"{name} does not end" for name in self.watch.drained(moment, names)])
         drained = time.monotonic()
@@ -141,8 +153,7 @@ class Run:
         if not empty:
             self.leaked += self.watch.last.in_use
             self._problem(f"{self.watch.last.in_use} blocks are in use {LEAK_SECONDS:g} s after every engine let go")
-        for engine in self.world.engines.values():
-            self.world.tell(engine, "resume")
+        self._tell_all("resume")
 
     # All the time
 
@@ -186,6 +197,10 @@ class Run:
             self._problem(f"{last.in_use} blocks are in use, {excess} more than engines hold")
             self._excess_since = None
 
+    def _tell_all(self, line: str) -> None:
+        for engine in self.world.engines.values():
+            self.world.tell(engine, line)
+
     def _idle(self, moment: float, names: list[str]) -> list[str]:
         return [f"{name} computes nothing" for name in names if not self.watch.all_progressed(moment, [name])]
 
@@ -202,6 +217,7 @@ class Run:
 
     def close(self) -> None:
         """End everything."""
+        self.sabotage.close()
         self.prober.close()
         self.watch.close()
         self.world.close()
@@ -250,6 +266,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smoke run of some 25 seconds")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sabotage", action="store_true", help="no faults: break every promise once, and see that the figures show it")
     parser.add_argument("--logs", type=Path, help="folder for everything that the processes say")
     given = parser.parse_args()
     if given.logs is not None:
@@ -260,7 +277,10 @@ def main() -> int:
     try:
         run.start()
         begun = time.monotonic()
-        run.go(14.0 if given.quick else given.seconds, given.seed)
+        if given.sabotage:
+            run.break_promises()
+        else:
+            run.go(14.0 if given.quick else given.seconds, given.seed)
         seconds = time.monotonic() - begun
     finally:
         run.close()
