@@ -2,9 +2,9 @@
 
     python -m _chaos_engine NAME MODE TRANSPORT TTL_SECONDS RUN_SEED LIFE_SEED
 
-with `$KVPLANE_ADDRESS` set. Standard input takes `drain` (finish everything, start nothing), `freeze` (send empty
-steps only), `resume` (from both), `hog N` (hold the pool for N seconds) and `stop`; standard output is one JSON object a line. It ends by itself only on `stop`, on the
-end of its input, or on an error that no engine has to expect.
+with `$KVPLANE_ADDRESS` set. Standard input takes `drain` (finish everything, start nothing), `freeze` (send empty steps
+only), `resume` (from both), `hog N` (hold the pool for N seconds) and `stop`; standard output is one JSON object a
+line. It ends by itself only on `stop`, on the end of its input, or on an error that no engine has to expect.
 """
 
 import json
@@ -13,17 +13,18 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 from _chaos_oracle import NUM_LAYERS, NUM_QUERY_HEADS, Oracle, differs, parts
-from _chaos_prompts import SUB_SALTS, VOCABULARY, draw, prefixes
+from _chaos_prompts import SUB_SALTS, prefixes
+from _chaos_sequences import CHUNK_TOKENS, Running, Sequences
 
-from kvplane.client import SequenceState, Session, StepResult
+from kvplane.client import Session, StepResult
 from kvplane.client.compute import Compute, open_compute
 from kvplane.client.sequences import row_of
 from kvplane.wire.errors import (
@@ -44,29 +45,11 @@ from kvplane.wire.errors import (
 
 REPORT_SECONDS = 0.25
 CALL_SECONDS = 2.0
-MAX_RUNNING, MAX_WAITING, CHUNK_TOKENS = 6, 2, 24
 AWAY = (UnavailableError, DeadlineExceededError)
 """The service does not answer now: ask again."""
 
 OVER = (SessionExpiredError, StaleEpochError, PoolLostError, NotFoundError)
 """The session is gone: open another one."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A sequence."""
-
-    namespace: str
-    tokens: list[int]
-    limit: int
-    """Tokens at which it ends."""
-    reported: int
-    written: int = 0
-    committed: int = 0
-    runs: bool = False
-    forking: bool = False
-    hit: int = 0
-    moved_at: float = field(default_factory=time.monotonic)
 
 
 class Reopen(Exception):  # noqa: N818 - a turn of events, not a failure
@@ -81,18 +64,14 @@ class Engine:
         self.random = random.Random(life_seed)
         self.shared = prefixes(run_seed)
         self.oracle = Oracle()
+        self.counts: Counter[str] = Counter(tokens=0)
         self.commands: SimpleQueue[str] = SimpleQueue()
         self.draining = self.frozen = self.stopping = False
         self.hog_until = 0.0
-        self.sequences: dict[int, Running] = {}
-        self.namespaces: dict[str, int] = {}
+        self.sequences = Sequences(self.random, self.shared, {}, name, self.counts)
         self.session: Session
         self.compute: Compute | None = None
         self.held = 0
-        self.counts = dict.fromkeys(
-            ("steps", "tokens", "hit_tokens", "outputs", "mismatches", "sessions", "forks", "preempted", "cuts"), 0
-        )
-        self.counts |= dict.fromkeys(("away", "paused", "stale", "compute_opened", "finished"), 0)
         self._said_at = 0.0
 
     # The loop
@@ -129,88 +108,44 @@ class Engine:
             time.sleep(0.1)
             return False
         self.counts["sessions"] += 1
-        self.sequences, self.namespaces = {}, {"": 0}
         try:
-            for name, salt in SUB_SALTS.items():
-                if name:
-                    self.namespaces[name] = self.session.register_namespace(sub_salt=salt)
+            namespaces = {
+                name: self.session.register_namespace(sub_salt=salt) if name else 0 for name, salt in SUB_SALTS.items()
+            }
         except KvplaneError as error:
             self._close()
             say("waits", why=repr(error))
             time.sleep(0.1)
             return False
+        self.sequences = Sequences(self.random, self.shared, namespaces, self.name, self.counts)
         return True
 
     def _iterate(self) -> None:
-        draft = self.session.draft()
+        draft, sequences = self.session.draft(), self.sequences
+        sequences.draining, sequences.hog_until = self.draining, self.hog_until
         if not self.frozen:
-            self._write(draft)
+            sequences.write(draft)
         told = self.session.state.completed_step
         self.session.submit(draft)
+        # As engines do it: compute while the step is on its way. Now and then after its answer, on newer tables.
+        ahead = self.random.random() < 0.8
+        if ahead and not self.frozen:
+            self._forward()
         result = self._collect()
         self.counts["steps"] += 1
-        self._take(result)
+        sequences.take(result)
         self.held = max(self.held, self._blocks())
         if self.frozen:
             time.sleep(0.02)
             return
-        self._forward()
+        if not ahead:
+            self._forward()
         # Drained: everything is finished, and the service was told that nothing of it runs any more.
-        if self.draining and not self.sequences and told >= result.step_id - 2:
+        if self.draining and not sequences.all and told >= result.step_id - 2:
             say("drained", session=self.session.session_id)
             time.sleep(0.1)
-        elif not any(each.runs for each in self.sequences.values()):
+        elif not any(each.runs for each in sequences.all.values()):
             time.sleep(0.01)
-
-    def _write(self, draft: Any) -> None:
-        hogging = time.monotonic() < self.hog_until
-        for sequence_id, each in list(self.sequences.items()):
-            if each.forking:
-                continue
-            if self.draining or (each.runs and each.written >= each.limit and not hogging):
-                self._report_tokens(draft, sequence_id, each)
-                draft.finish(sequence_id)
-                del self.sequences[sequence_id]
-                self.counts["finished"] += 1
-            elif not each.runs:
-                self._report_tokens(draft, sequence_id, each)
-                draft.readmit(sequence_id, CHUNK_TOKENS)
-            elif each.written == len(each.tokens) and len(each.tokens) < each.limit:
-                each.tokens.append(self.random.randrange(VOCABULARY))
-                draft.advance(sequence_id, each.tokens[-1], each.written, len(each.tokens))
-                each.reported, each.committed = len(each.tokens), each.written
-            else:
-                self._report_tokens(draft, sequence_id, each)
-                draft.extend(sequence_id, max(each.written, min(len(each.tokens), each.written + CHUNK_TOKENS)))
-                if self.random.random() < 0.05 and each.written and len(self.sequences) < MAX_RUNNING:
-                    self._fork(draft, sequence_id, each)
-        if self.draining:
-            return
-        running = sum(each.runs for each in self.sequences.values())
-        most = 3 * MAX_RUNNING if hogging else MAX_RUNNING
-        if running < most and len(self.sequences) - running < MAX_WAITING:
-            namespace, tokens = draw(self.random, self.shared)
-            sequence_id = draft.admit(
-                tokens, namespace_id=self.namespaces[namespace], max_chunk_tokens=CHUNK_TOKENS, name=self.name
-            )
-            limit = len(tokens) + (120 if hogging else self.random.randint(2, 30))
-            self.sequences[sequence_id] = Running(namespace, tokens, limit, len(tokens))
-
-    def _report_tokens(self, draft: Any, sequence_id: int, each: Running) -> None:
-        if each.reported < len(each.tokens):
-            draft.observe(sequence_id, each.tokens[each.reported :])
-            each.reported = len(each.tokens)
-        if each.runs and each.committed < each.written:
-            draft.commit(sequence_id, each.written)
-            each.committed = each.written
-
-    def _fork(self, draft: Any, sequence_id: int, each: Running) -> None:
-        (child,) = draft.fork(sequence_id)
-        self.counts["forks"] += 1
-        # A child continues its parent's tokens; its own come later.
-        self.sequences[child] = Running(
-            each.namespace, each.tokens[:], each.limit, each.reported, each.written, each.committed, forking=True
-        )
 
     def _collect(self) -> StepResult:
         while True:
@@ -225,43 +160,12 @@ class Engine:
             except OVER as error:
                 raise Reopen(repr(error)) from None
 
-    def _take(self, result: StepResult) -> None:
-        now = time.monotonic()
-        for cut in result.cuts:
-            self.counts["cuts"] += 1
-            each = self.sequences.get(cut.sequence_id)
-            if each is not None and cut.num_slots:
-                each.written, each.committed = min(each.written, cut.num_slots), min(each.committed, cut.num_slots)
-            elif each is not None:
-                self._yielded(each)
-        for victim in (*result.preemptions, *result.revocations):
-            each = self.sequences.get(victim.sequence_id)
-            if each is not None and (each.runs or each.forking):
-                self.counts["preempted"] += 1
-                self._yielded(each)
-        for admission in result.admitted:
-            each = self.sequences[admission.sequence_id]
-            each.runs, each.forking, each.moved_at = True, False, now
-            each.written = each.committed = each.hit = admission.cached_tokens
-            self.counts["hit_tokens"] += admission.cached_tokens
-        for change in result.changes:
-            each = self.sequences.get(change.sequence_id)
-            if each is not None and each.forking:
-                each.forking, each.runs = False, change.state == SequenceState.RUNNING
-                if not each.runs:
-                    self._yielded(each)
-
-    @staticmethod
-    def _yielded(each: Running) -> None:
-        each.runs = each.forking = False
-        each.written = each.committed = 0
-
     # The forward pass
 
     def _forward(self) -> None:
         slots = self.session.sequences.num_slots
         batch = []
-        for sequence_id, each in self.sequences.items():
+        for sequence_id, each in self.sequences.all.items():
             end = min(len(each.tokens), int(slots[row_of(sequence_id)]), each.written + CHUNK_TOKENS)
             if each.runs and end > each.written:
                 batch.append((sequence_id, each, end))
@@ -356,7 +260,7 @@ class Engine:
         if now - self._said_at < REPORT_SECONDS:
             return
         self._said_at = now
-        oldest = min(self.sequences.items(), key=lambda pair: pair[1].moved_at, default=None)
+        oldest = min(self.sequences.all.items(), key=lambda pair: pair[1].moved_at, default=None)
         stuck = {}
         if oldest is not None:
             sequence_id, each = oldest
@@ -366,13 +270,13 @@ class Engine:
                 f"{each.written}/{len(each.tokens)}",
             }
         session = getattr(self, "session", None)
-        say("progress", session=session.session_id if session else 0, held=self.held, **self.counts, **stuck)
+        say("progress", session=session.session_id if session else 0, held=self.held, counts=self.counts, **stuck)
         self.held = self._blocks() if session and not session.state.closed else 0
 
     def _drain_session(self) -> None:
-        if self.sequences:
+        if self.sequences.all:
             draft = self.session.draft()
-            draft.finish(list(self.sequences))
+            draft.finish(list(self.sequences.all))
             self.session.submit(draft)
             self._collect()
 
@@ -412,7 +316,7 @@ def main() -> None:
         traceback.print_exc()
         say("failed", why=repr(error))
         sys.exit(1)
-    say("stopped", **engine.counts)
+    say("stopped", counts=engine.counts)
 
 
 if __name__ == "__main__":

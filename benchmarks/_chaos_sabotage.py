@@ -2,10 +2,13 @@
 
 import signal
 from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 from _chaos_world import TTL_SECONDS, World
 
 from kvplane.client import Session
+from kvplane.wire import directory
 from kvplane.wire.errors import KvplaneError
 
 
@@ -21,7 +24,10 @@ class Sabotage:
     def lose_blocks(self) -> None:
         """While the cache service is down: spoil what a shard says of its blocks."""
         if self.wanted:
-            self._scribble("directory")
+            for path in self._world.memory.glob("*-0/directory"):
+                # The rows of blocks alone: what is before them says who is waited for.
+                header = np.frombuffer(path.read_bytes()[: directory.HEADER_BYTES], directory.HEADER)[0]
+                self._scribble(path, int(header["rows_offset"]))
 
     def in_calm(self) -> None:
         """In the first calm: foreign bytes in a shard's blocks, a crash, blocks that no engine knows of. In the second
@@ -31,7 +37,8 @@ class Sabotage:
         self._calms += 1
         engines = list(self._world.engines.values())
         if self._calms == 1:
-            self._scribble("blocks-*")
+            for path in self._world.memory.glob("*-0/blocks-*"):
+                self._scribble(path, 0)
             engines[0].signal(signal.SIGKILL)
             self._stranger = Session.open(address=self._world.address, mode="remote", ttl_seconds=TTL_SECONDS)
             draft = self._stranger.draft()
@@ -40,13 +47,12 @@ class Sabotage:
         elif self._calms == 2:
             engines[1].signal(signal.SIGSTOP)
 
-    def _scribble(self, pattern: str) -> None:
-        """Overwrite the second half of a shard's files, behind any header."""
-        for path in self._world.memory.glob(f"*-0/{pattern}"):
-            half = path.stat().st_size // 2
-            with path.open("r+b") as file:
-                file.seek(half)
-                file.write(b"\x3f" * half)
+    @staticmethod
+    def _scribble(path: Path, first: int) -> None:
+        """Overwrite a file from `first` on."""
+        with path.open("r+b") as file:
+            file.seek(first)
+            file.write(b"\x3f" * (path.stat().st_size - first))
 
     def close(self) -> None:
         """Let go of what was taken."""

@@ -106,11 +106,10 @@ class Watch:
 
     @staticmethod
     def _progress(heard: Heard, message: dict[str, Any]) -> None:
-        if message["tokens"] > heard.counts.get("tokens", 0):
+        counts = message["counts"]
+        if counts["tokens"] > heard.counts.get("tokens", 0):
             heard.progressed_at = message["at"]
-        known = ("steps", "tokens", "hit_tokens", "outputs", "mismatches", "sessions", "forks", "preempted", "cuts")
-        known += ("away", "paused", "stale", "compute_opened", "finished")
-        heard.counts = {name: message[name] for name in known}
+        heard.counts = counts
         heard.moved_at, heard.oldest = message.get("moved_at"), message.get("oldest", "")
         heard.reports.append((message["at"], message["session"], message["held"]))
 
@@ -245,11 +244,15 @@ class Prober:
     def _look(self) -> set[tuple[str, tuple[int, ...]]]:
         if self._session is None:
             self._session = Session.open(
-                mode="remote", address=self._address, ttl_seconds=TTL_SECONDS, max_sequences=1, engine_name="prober", timeout=2.0
+                mode="remote",
+                address=self._address,
+                ttl_seconds=TTL_SECONDS,
+                max_sequences=1,
+                engine_name="prober",
+                timeout=2.0,
             )
             self._namespaces = {
-                name: self._session.register_namespace(sub_salt=salt) if name else 0
-                for name, salt in SUB_SALTS.items()
+                name: self._session.register_namespace(sub_salt=salt) if name else 0 for name, salt in SUB_SALTS.items()
             }
         found = set()
         for name, namespace_id in self._namespaces.items():

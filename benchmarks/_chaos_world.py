@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cut_proxy import CutProxy
 from kvplane.cli.child import Child
 
+__all__ = ["ENGINES", "NUM_BLOCKS", "NUM_SHARDS", "TTL_SECONDS", "CutProxy", "Process", "World"]
+
 HERE = Path(__file__).parent
 NUM_SHARDS = 2
 NUM_BLOCKS = 192
@@ -90,7 +92,11 @@ class World:
         self.memory = Path("/dev/shm") / f"kvplane-chaos-{token}"
         self.logs = keep_logs
         self._janitor = subprocess.Popen(
-            [*(sys.executable, "-P", "-m", "kvplane.cli.janitor", str(os.getpid())), str(self.folder), str(self.memory)],
+            [
+                *(sys.executable, "-P", "-m", "kvplane.cli.janitor", str(os.getpid())),
+                str(self.folder),
+                str(self.memory),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from _chaos_faults import Faults
@@ -67,7 +68,7 @@ class Run:
                 break
             if fault.number and fault.number % CALM_AFTER == 0:
                 self.calm()
-            self.until(lambda fault=fault: self.faults.can_begin(fault, MOST_AT_ONCE), 60.0)
+            self.until(partial(self.faults.can_begin, fault, MOST_AT_ONCE), 60.0)
             if fault.kind.endswith("compared"):
                 self.kill_and_compare(fault)
             else:
@@ -266,7 +267,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smoke run of some 25 seconds")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sabotage", action="store_true", help="no faults: break every promise once, and see that the figures show it")
+    parser.add_argument(
+        "--sabotage", action="store_true", help="no faults: break every promise once, and see that the figures show it"
+    )
     parser.add_argument("--logs", type=Path, help="folder for everything that the processes say")
     given = parser.parse_args()
     if given.logs is not None:
