@@ -74,8 +74,8 @@ def after_cuts(draft: StepDraft, cuts: Mapping[int, int], table: SequenceTable) 
     """A step that had no answer, as it means after `cuts` (sequence -> token slots kept).
 
     The service would have skipped what crossed a preemption or an admission; after a declaration it takes every step as
-    made with all knowledge, so that is left out here. Tokens stay known. Lengths that are written are no longer than what
-    was kept. A child of a parent that does not run becomes a sequence of its own with the parent's tokens.
+    made with all knowledge, so that is left out here. Tokens stay known. Lengths that are written are no longer than
+    what was kept. A child of a parent that does not run becomes a sequence of its own with the parent's tokens.
     """
     gone = {int(each) for each in table.ids[~np.isin(table.state, RUNS)] if each}
     running = {int(each) for each in table.ids[np.isin(table.state, RUNS)]}
