@@ -54,3 +54,17 @@ def test_a_step_that_was_to_be_waited_for_is_collected_before_the_next_plan(tmp_
             engine.forward(sequence)
         session.collect()
         engine.forward(sequence)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_and_yielding_in_one_step(tmp_path: Path, mode: str) -> None:
+    """A sequence gets the last block, and yields to another one of the same step: shards take that grant."""
+    with rig(tmp_path, change=lambda _: {"max_blocks": 6}) as made:
+        engine = made.engine(mode)
+        kept, victim = engine.admit(range(8)), engine.admit(range(20, 28))
+        engine.forward(kept, victim, ends={kept: 7, victim: 7})
+        draft = engine.session.draft()
+        draft.extend([victim, kept], [12, 12])
+        result = engine.session.run(draft)
+        assert [each.sequence_id for each in result.preemptions] == [victim]
+        engine.forward(kept)

@@ -99,10 +99,11 @@ def _apply(holding: Holding, session: Session, body: step_pb2.GrantBody) -> None
     for child, parent, count in zip(children.tolist(), parents.tolist(), shared.tolist(), strict=True):
         staged.fork(_in_rows(session, child), parent, -(-count // size))
     released = unpack_u64("released_sequence_ids", body.released_sequence_ids).tolist()
-    for sequence_id in released:
-        staged.release(sequence_id)
     for delta in body.table_deltas:
         _put(staged, session, delta, holding.pool.num_blocks)
+    # Behind what was granted: a sequence may be given slots and yield to another one in the same step.
+    for sequence_id in released:
+        staged.release(sequence_id)
     copies = [copy_of(transfer, size, holding.pool.num_blocks) for transfer in body.copies]
     # Everything is known to fit: from here on nothing raises.
     staged.commit()
