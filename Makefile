@@ -62,6 +62,10 @@ bench: dev-with-wheel ## Run all benchmarks (QUICK=1: a smoke run)
 	  case "$$script" in */_*) continue;; esac; \
 	  echo "== $$script"; $(BIN)/python $$script $(if $(QUICK),--quick); done
 
+.PHONY: chaos
+chaos: dev-with-wheel ## Kill, stop and cut real processes for a minute, and check every byte (CHAOS_ARGS)
+	$(BIN)/python benchmarks/chaos.py $(or $(CHAOS_ARGS),--seconds 60 --seed 1)
+
 bench-peers: ## Build the environments of peers that benchmarks compare with
 	@test -n "$(wildcard constraints/peer-*.txt)" || { echo "no peer is pinned in constraints/peer-*.txt"; exit 1; }
 	$(ENV) $(patsubst constraints/%.txt,%,$(wildcard constraints/peer-*.txt))

@@ -465,3 +465,17 @@ def test_a_handle_that_does_not_open_is_told(pool: Rig, what: str, error: type[E
         assert getattr(refused.value, "reason", "") == reason
         assert getattr(refused.value, "metadata", {})["shard"] == "1"
         assert str(refused.value).startswith(f"shard 1 at {shard.address}")
+
+
+def test_a_closed_compute_access_holds_nothing(fresh: Rig) -> None:
+    """The hold maps are empty, in memory that outlives shard and connection: a shard that is started again, to which
+    nobody can say that the lease is drained, keeps no block for it."""
+    engine = fresh.engine()
+    engine.forward(engine.admit(TOKENS))
+    assert all(held(server, engine) for server in fresh.servers)
+    holding = fresh.servers[0].state.holding
+    assert holding is not None
+    (process,) = holding.processes.of_session(engine.session.session_id)
+    bits = process.bits()
+    engine.compute.close()
+    assert not bits.any()

@@ -60,10 +60,11 @@ class AioStepLink:
                 return self._state.declared(response.declared)
             self._state.receive(response)
 
-    async def submit(self, draft: StepDraft) -> int:
-        """Number and send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
+    async def submit(self, draft: StepDraft, *, overlapped: bool = True) -> int:
+        """Number and send a step; see `SessionState.encode`. A broken stream is no error here: `receive` mends it and
+        sends the step again."""
         async with self._lock:
-            request = self._state.encode(draft)
+            request = self._state.encode(draft, overlapped=overlapped)
             if self._stream is not None:
                 with suppress(KvplaneError):
                     await self._stream.send(request)

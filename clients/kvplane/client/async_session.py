@@ -136,7 +136,7 @@ class AsyncSession:
         """Send a step and wait for its result. Raises `PreconditionError` while earlier ones have no answer."""
         if self.state.unanswered:
             raise PreconditionError(f"{self.state.unanswered} steps have no answer; collect them first")
-        await self.submit(draft)
+        await self._link.submit(draft, overlapped=False)
         return await self.collect(timeout)
 
     async def flush(self, timeout: float | None = None) -> tuple[StepResult, ...]:

@@ -43,6 +43,9 @@ class DeviceWork:
 
     With `automatic`, a step counts as completed when no plan is open that was made before or at it. Otherwise the
     engine says so with `complete`.
+
+    What a step tells the service is less while more may be launched on the newest tables before its answer is read: a
+    sequence that has to yield in that very step is named by them until then.
     """
 
     ranks: int = 1
@@ -51,6 +54,8 @@ class DeviceWork:
     automatic: bool = False
     keeps_changes: bool = False
     _completed: list[int] = field(default_factory=list)
+    _told: int = 0
+    """Newest step that the service was told has completed, with `automatic`."""
     _open: dict[int, int] = field(default_factory=dict)
     _tokens: int = 0
     _changes: list[tuple[I64, U64] | tuple[int, I64]] = field(default_factory=list)
@@ -79,6 +84,19 @@ class DeviceWork:
     def completed_step(self) -> int:
         """Newest step that has completed on every rank."""
         return min(self.completed_steps)
+
+    def tell_completed(self, *, overlapped: bool) -> list[int]:
+        """What a step that is sent now says of each rank; `overlapped` when plans may be made before its answer."""
+        completed = self.completed_steps
+        if not self.automatic or self.ranks > 1:
+            return completed
+        self._told = max(self._told, min(completed[0], self.last_step - overlapped))
+        return [self._told]
+
+    @property
+    def quiet_until_answered(self) -> bool:
+        """Whether the service was told that nothing more is launched on the newest tables."""
+        return self.automatic and self.ranks == 1 and self._told >= self.last_step
 
     def complete(self, step_id: int, rank: int = 0) -> None:
         """All that was launched on tables up to `step_id` has completed. Raises `InvalidArgumentError`."""

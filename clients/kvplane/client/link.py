@@ -42,10 +42,11 @@ class StepLink:
         self._lock = threading.Lock()
         self._stream = self._open(timeout)
 
-    def submit(self, draft: StepDraft) -> int:
-        """Number and send a step. A broken stream is no error here: `receive` mends it and sends the step again."""
+    def submit(self, draft: StepDraft, *, overlapped: bool = True) -> int:
+        """Number and send a step; see `SessionState.encode`. A broken stream is no error here: `receive` mends it and
+        sends the step again."""
         with self._lock:
-            request = self._state.encode(draft)
+            request = self._state.encode(draft, overlapped=overlapped)
             with suppress(KvplaneError):
                 self._stream.send(request)
             return request.step.step_id

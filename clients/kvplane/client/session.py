@@ -136,7 +136,8 @@ class Session:
         return self.state.draft()
 
     def submit(self, draft: StepDraft) -> int:
-        """Send a step without waiting; returns its id. At most 4 may be without an answer (`LimitExceededError`)."""
+        """Send a step without waiting; returns its id. At most 4 may be without an answer (`LimitExceededError`). Plans
+        may be made and run meanwhile: the tables stay as they are until an answer is collected."""
         return self._link.submit(draft)
 
     def collect(self, timeout: float | None = None) -> StepResult:
@@ -152,10 +153,12 @@ class Session:
         return self._link.receive(time.monotonic() + (self._timeout if timeout is None else timeout))
 
     def run(self, draft: StepDraft, timeout: float | None = None) -> StepResult:
-        """Send a step and wait for its result. Raises `PreconditionError` while earlier ones have no answer."""
+        """Send a step and wait for its result. Raises `PreconditionError` while earlier ones have no answer.
+
+        One that is late has to be collected before the next plan is made."""
         if self.state.unanswered:
             raise PreconditionError(f"{self.state.unanswered} steps have no answer; collect them first")
-        self.submit(draft)
+        self._link.submit(draft, overlapped=False)
         return self.collect(timeout)
 
     def flush(self, timeout: float | None = None) -> tuple[StepResult, ...]:

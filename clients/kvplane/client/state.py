@@ -23,7 +23,7 @@ from kvplane.client.values import (
     StepResult,
 )
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import ForkedProcessError, LimitExceededError, SessionClosedError
+from kvplane.wire.errors import ForkedProcessError, LimitExceededError, PreconditionError, SessionClosedError
 from kvplane.wire.packed import pack_u64
 from kvplane.wire.status import from_status
 
@@ -136,7 +136,10 @@ class SessionState:
             self.work.granted(held[real].astype("int64"), table.generations[row, : len(held)][real])
 
     def plan_opened(self) -> int:
-        """See `DeviceWork.plan_opened`."""
+        """See `DeviceWork.plan_opened`. Raises `PreconditionError` while a step that was sent to be waited for has no
+        answer: what yields in it may be another session's by now."""
+        if self._pending and self.work.quiet_until_answered:
+            raise PreconditionError("a step that was sent by run has no answer yet; collect it first")
         return self.work.plan_opened()
 
     def plan_closed(self, token: int) -> None:
@@ -171,8 +174,9 @@ class SessionState:
         self.check_usable()
         return StepDraft(self.sequences)
 
-    def encode(self, draft: StepDraft) -> cache_pb2.StepRequest:
-        """Number a step. Raises `LimitExceededError` when too many have no answer, and changes nothing then."""
+    def encode(self, draft: StepDraft, *, overlapped: bool = True) -> cache_pb2.StepRequest:
+        """Number a step; `overlapped` unless nothing is launched before its answer is read. Raises `LimitExceededError`
+        when too many have no answer, and changes nothing then."""
         self.check_usable()
         if len(self._pending) >= self.limits.unanswered_steps:
             raise LimitExceededError(
@@ -186,7 +190,7 @@ class SessionState:
         step.step_id = self.last_sent_step
         step.last_seen_step = self.last_step
         step.last_seen_notice = self.last_seen_notice
-        step.completed_steps = pack_u64(self.work.completed_steps)
+        step.completed_steps = pack_u64(self.work.tell_completed(overlapped=overlapped))
         for op_id in self.work.take_acks():
             step.acks.add(op_id=op_id, success_bitmap=b"\x01")
         revocations = self.work.take_revocations()

@@ -158,6 +158,7 @@ class AttachedCompute:
         for plan in [each for each in self._open if isinstance(each, AttachedPlan)]:
             plan.close()
         self._closed = True
+        self._holds.clear()
         for attachment in self._attachments:
             attachment.send_drained(self._state.lease_epoch)
             attachment.wake()

@@ -88,6 +88,13 @@ class Holds:
         if len(self._unconfirmed):
             self._confirm()
 
+    def clear(self) -> None:
+        """Nothing is launched any more: let go of everything. A shard that was started again has no connection on which
+        it could be told, and reads the bits."""
+        self._bits[:] = False
+        for shard in self._shards:
+            shard.hold_map[:] = 0
+
     def forget(self) -> None:
         """Drop the views into the shards. The bits stay as they are."""
         self._shards = ()
