@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvplane.kernels.backend import prepared_layer
 from kvplane.kernels.errors import DtypeError, ShapeError, StrideError, UnsupportedFeatureError
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,6 +68,7 @@ class PagedKv:
     value_scale: Tensor | None
     geometry: KvGeometry = field(init=False)
     address_table: NDArray[np.int64] = field(init=False)
+    prepared: Any = field(init=False, repr=False)  # the backend's own: device copies
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "geometry", _checked_geometry(self.keys, self.values))
@@ -73,6 +76,7 @@ class PagedKv:
         for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if scale is not None:
                 raise UnsupportedFeatureError(name, "scaled (quantised) caches are not built yet; pass None")
+        object.__setattr__(self, "prepared", prepared_layer(self))
 
     @classmethod
     def of(

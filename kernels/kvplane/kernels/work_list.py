@@ -145,9 +145,7 @@ def lay_out(plan: "AttentionPlan", sizes: Splitting) -> WorkList:
     return WorkList(tokens, members, items[is_narrow], wide[::-1].copy())
 
 
-def _shared_prefix(
-    plan: "AttentionPlan", narrow_of: NDArray[np.bool_], whole: int
-) -> tuple[int, NDArray[np.int64]]:
+def _shared_prefix(plan: "AttentionPlan", narrow_of: NDArray[np.bool_], whole: int) -> tuple[int, NDArray[np.int64]]:
     """How many tokens are attended once for all, whole splits only, and the sequences that take part."""
     shared = plan.shared_prefix_tokens // whole * whole
     seen = plan.sequence_lengths - (plan.query_lengths if plan.causal else 0)

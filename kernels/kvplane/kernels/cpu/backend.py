@@ -40,6 +40,9 @@ def _useful_threads(moved_bytes: int) -> int:
 class CpuBackend:
     """Stateless; safe under any number of callers. Results do not depend on the number of threads."""
 
+    def prepare_layer(self, layer: "PagedKv") -> None:
+        """Nothing: kernels take `PagedKv.address_table` as it is."""
+
     def prepare(self, plan: "AttentionPlan") -> CpuWork:
         """Work list and workspace."""
         return prepare(plan)
