@@ -13,7 +13,8 @@ from kvplane.kernels.cuda import launch_table, launcher
 from kvplane.kernels.cuda.launch_table import AttendLaunch, MergeLaunch, WriteLaunch
 from kvplane.kernels.cuda.launcher import Launcher, Shape
 from kvplane.kernels.cuda.layer import CudaLayer, prepare_layer
-from kvplane.kernels.cuda.work import CudaWork, lay_out_on_host, place_on_device, upload
+from kvplane.kernels.cuda.staging import to_device
+from kvplane.kernels.cuda.work import CudaWork, lay_out_on_host, place_on_device
 from kvplane.kernels.errors import DtypeError
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _sizes(layer: "PagedKv") -> tuple[int, int, int]:
 
 
 def _uploaded(blocks: NDArray[np.int64], layer: "PagedKv") -> Tensor:
-    return upload(np.ascontiguousarray(blocks).view(np.int32), layer.geometry.device).view(torch.int64)
+    return to_device(torch.from_numpy(np.ascontiguousarray(blocks)), layer.geometry.device)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

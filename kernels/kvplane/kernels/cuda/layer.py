@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvplane.kernels.cuda import launch_table
+from kvplane.kernels.cuda.runtime import check_cache
 from kvplane.kernels.errors import StrideError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def prepare_layer(layer: "PagedKv") -> CudaLayer:
     Raises UnsupportedFeatureError for what the launch table has not, StrideError for what would lose the fast path.
     """
     geometry = layer.geometry
-    launch_table.check_cache(geometry.dtype, geometry.head_dim, _capability(geometry.device))
+    check_cache(geometry.device, geometry.dtype, geometry.head_dim)
     if len(layer.keys) > MAX_SEGMENTS:
         raise UnsupportedFeatureError("keys", f"{len(layer.keys)} segments, on CUDA at most {MAX_SEGMENTS} are built")
     for name, segments in (("keys", layer.keys), ("values", layer.values)):
@@ -82,11 +82,3 @@ def _scales(scale: Tensor | None, layer: "PagedKv") -> Tensor:
     if scale is None:
         return torch.ones(geometry.num_kv_heads, dtype=torch.float32, device=geometry.device)
     return scale.detach().to(geometry.device, torch.float32, copy=True).expand(geometry.num_kv_heads).contiguous()
-
-
-def _capability(device: torch.device) -> int | None:
-    """Compute capability as 10 * major + minor; None for the interpreter."""
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

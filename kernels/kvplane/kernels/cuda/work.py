@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvplane.kernels.cuda.launch_table import Constants
+from kvplane.kernels.cuda.staging import to_device
 from kvplane.kernels.errors import ShapeError
 from kvplane.kernels.work_list import FIRST_PARTIAL, SPLITS, Splitting, WorkList, lay_out
 
@@ -155,20 +156,10 @@ def lay_out_on_host(plan: "AttentionPlan", narrow: Constants, wide: Constants) -
     return HostWork(work, plan.block_tables, plan.slots, room)
 
 
-def upload(array: NDArray[np.int32], device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it: from pinned memory, which torch keeps until the copy is done."""
-    host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host
-    staging = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
-    staging.copy_(host)
-    return staging.to(device, non_blocking=True)
-
-
 def place_on_device(plan: "AttentionPlan", host: HostWork) -> CudaWork:
     """Copy the work list and allocate the workspace."""
     room, device, heads = host.room, plan.geometry.device, plan.num_query_heads
-    buffer = upload(host.pack(room), device)
+    buffer = to_device(torch.from_numpy(host.pack(room)), device)
     places = Places.of(room)
 
     def part(begin: int, *shape: int) -> Tensor:
@@ -212,6 +203,6 @@ def refill(captured: "AttentionPlan", plan: "AttentionPlan") -> None:
     into, given = captured.work, plan.work
     if not into.room.holds(given.host.room):
         raise ShapeError("plan", f"needs {given.host.room}, the captured plan has room for {into.room}")
-    into.buffer.copy_(upload(given.host.pack(into.room), plan.geometry.device), non_blocking=True)
+    into.buffer.copy_(to_device(torch.from_numpy(given.host.pack(into.room)), plan.geometry.device))
     into.heads.sinks.copy_(given.heads.sinks)
     into.heads.slopes.copy_(given.heads.slopes)
