@@ -69,11 +69,17 @@ class Batch:
             padding_tokens=padding_tokens,
         )
 
+    def on(self, device: torch.device) -> "Batch":
+        """The same batch on another device."""
+        pools = tuple(pool.to(device) for pool in self.pools)
+        return replace(self, layer=wrap(self.case, pools), pools=pools, query=self.query.to(device))
+
     def attend(self) -> tuple[Tensor, Tensor]:
         """Run the whole batch with a poisoned workspace into poisoned outputs."""
         plan = self.plan()
         poison(plan.work)
-        out, lse = torch.full_like(self.query, torch.nan), torch.full(self.query.shape[:2], torch.nan)
+        out = torch.full_like(self.query, torch.nan)
+        lse = torch.full(self.query.shape[:2], torch.nan, device=self.query.device)
         return kernels.attend(plan, self.query, self.layer, out=out, lse=lse)
 
 
@@ -93,12 +99,17 @@ def pool_tensors(case: Case, num_blocks: int, fill: float = torch.nan) -> tuple[
     sizes = [num_blocks // case.segments] * case.segments
     sizes[-1] += num_blocks - sum(sizes)
     if case.interleaved:
-        blocks = [torch.full((size, 2, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
-        return PagedKv.interleaved(blocks, layout=case.layout), tuple(blocks)
-    keys, values = (
-        [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes] for _ in range(2)
-    )
-    return PagedKv.of(keys, values, layout=case.layout), (*keys, *values)
+        pools = [torch.full((size, 2, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
+    else:
+        pools = [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in 2 * sizes]
+    return wrap(case, tuple(pools)), tuple(pools)
+
+
+def wrap(case: Case, pools: tuple[Tensor, ...]) -> PagedKv:
+    """A layer over tensors: interleaved ones, or those of the keys and then those of the values."""
+    if case.interleaved:
+        return PagedKv.interleaved(pools, layout=case.layout)
+    return PagedKv.of(pools[: case.segments], pools[case.segments :], layout=case.layout)
 
 
 def block_views(layer: PagedKv, block: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def test_the_service_on_an_emulated_device() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "emulated_checks.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cuda_checks.py")]
     environment = {**os.environ, "KVPLANE_EMULATE_CUDA": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[1], check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

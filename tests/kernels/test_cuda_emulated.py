@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 def test_cuda_kernels_pass_the_same_tests_on_host_memory() -> None:
     """In a process of its own: Triton decides whether to interpret when it is imported."""
-    files = ("emulated_checks.py", "test_blocks.py", "test_write.py", "test_huge_pools.py")
+    files = ("cuda_checks.py", "test_blocks.py", "test_write.py", "test_huge_pools.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in files)]
     # Thousands of rows, one interpreted program each.
     command += ["--deselect", f"{HERE / 'test_write.py'}::test_a_long_write_by_several_threads"]

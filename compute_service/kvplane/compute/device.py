@@ -17,7 +17,6 @@ from kvplane.compute.config import ComputeConfig
 from kvplane.compute.layout import PoolLayout
 from kvplane.compute.memory import SharedMemory
 from kvplane.kernels import KernelError
-from kvplane.kernels.cpu.warm_up import warm_up as warm_up_cpu
 from kvplane.kernels.cuda import emulation, staging
 from kvplane.kernels.cuda import runtime as cuda_runtime
 from kvplane.kernels.cuda.memory import DeviceMemory
@@ -161,7 +160,10 @@ class HostDevice:
 
     def warm_up(self, layout: PoolLayout) -> None:
         """Compile, or load what was compiled before."""
-        warm_up_cpu((layout.dtype,))
+        # numba comes with it
+        from kvplane.kernels.cpu.warm_up import warm_up
+
+        warm_up((layout.dtype,))
 
     def event_handle(self) -> bytes:
         """None."""

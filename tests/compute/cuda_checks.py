@@ -1,7 +1,7 @@
-"""The compute service with `--device cuda` on an emulated device. Run by test_cuda.py, in a process of its own.
+"""The compute service with `--device cuda`, on an emulated device (test_cuda.py runs it, in a process of its own).
 
-Device memory is files, handles are paths to them, kernels run in Triton's interpreter: everything else is the service
-as it runs on a GPU.
+There, device memory is files, handles are paths to them, and kernels run in Triton's interpreter; everything else is
+the service as it runs on a GPU. Without KVPLANE_EMULATE_CUDA=1 it needs one (benchmarks/gpu.sh).
 """
 
 import subprocess
@@ -41,8 +41,8 @@ def cuda(tmp_path: Path) -> Iterator[Setup]:
 
 def test_registration_names_the_device(cuda: Setup) -> None:
     device = cuda.control.shards[0].register.device
-    assert device.name == "emulated CUDA device"
-    assert 0 < device.available_bytes <= DEVICE_BYTES
+    assert device.name
+    assert device.available_bytes > 0
     assert cuda.server.state.holding is not None
     assert isinstance(cuda.server.state.holding.pool.blocks_memory, DeviceBlocks)
     assert not list(cuda.folder.glob("memory/*/blocks-*")), "blocks are not in shared memory"
@@ -94,8 +94,8 @@ def test_an_attached_process_works_on_the_same_bytes(cuda: Setup) -> None:
         ((block, generation),) = blocks
         assert engine.ask("write", block, generation, 7) == "written"
         expected = block_bytes(7 + 2 * 1 + types_pb2.TENSOR_ROLE_KEY, keys_of(cuda, 1, 1).shape, torch.float32)
-        assert torch.equal(keys_of(cuda, 1, block), expected)
-        keys_of(cuda, 0, 9).fill_(3.0)
+        assert torch.equal(keys_of(cuda, 1, block).cpu(), expected)
+        cuda.server.state.identity.device.run(lambda: keys_of(cuda, 0, 9).fill_(3.0))
         assert engine.ask("sum", 0, types_pb2.TENSOR_ROLE_KEY, 9) == str(3.0 * 2 * BLOCK_TOKENS * 64)
         assert engine.ask("event") == "waited"
         assert engine.ask("bad-handle").startswith("device: opening another process's device memory")
