@@ -36,6 +36,22 @@ class Case:
     shared_prefix_tokens: int = 0
     padding_tokens: int = 0
     spare_entries: int = 2  # table entries past the last block
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        """[query heads], among the scores and beyond them; the last head has none."""
+        heads = self.kv_heads * self.group
+        if not self.sinks:
+            return None
+        return torch.tensor([*(3.0 * (head % 5) - 4 for head in range(heads - 1)), -torch.inf])
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """[query heads], as ALiBi (Press et al., 2022) has them."""
+        heads = self.kv_heads * self.group
+        return 2.0 ** (-8 * torch.arange(1, heads + 1) / heads) if self.alibi else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +83,8 @@ class Batch:
             soft_cap=case.soft_cap,
             shared_prefix_tokens=case.shared_prefix_tokens,
             padding_tokens=padding_tokens,
+            sinks=case.sink_logits,
+            alibi_slopes=case.slopes,
         )
 
     def on(self, device: torch.device) -> "Batch":
@@ -156,6 +174,8 @@ SMALL: tuple[Case, ...] = (
     Case("window", ((40, 3), (17, 1)), window=9),
     Case("soft cap", ((40, 3), (17, 1)), soft_cap=2.0),
     Case("empty", ((0, 1), (7, 1)), padding_tokens=2),
+    Case("sinks", ((40, 3), (17, 1), (0, 2)), sinks=True, window=9),
+    Case("ALiBi", ((40, 7), (17, 1)), alibi=True),
 )
 """Small enough for an interpreter."""
 
@@ -169,6 +189,10 @@ MATRIX: tuple[Case, ...] = (
     Case("mixed, interleaved NHD", _MIXED, interleaved=True, layout=Layout.NHD),
     Case("mixed, three segments", _MIXED, segments=3),
     Case("mixed, soft cap", _MIXED, soft_cap=3.0, scale=0.5),
+    Case("mixed, sinks", _MIXED, sinks=True, padding_tokens=2),
+    Case("mixed, ALiBi", _MIXED, alibi=True, group=3),
+    Case("mixed, sinks, ALiBi, soft cap, window", _MIXED, sinks=True, alibi=True, soft_cap=3.0, window=65),
+    Case("shared prefix, sinks and ALiBi", _PREFIXED, shared_prefix_tokens=1024, sinks=True, alibi=True),
     Case("shared prefix", _PREFIXED, shared_prefix_tokens=1024),
     Case("shared prefix, not whole splits", _PREFIXED, shared_prefix_tokens=1008),
     Case("shared prefix, many rows", ((1030, 1),) * 20, shared_prefix_tokens=1024, group=7),
@@ -184,6 +208,7 @@ ALL: tuple[Case, ...] = (
         replace(case, name=f"{case.name}, {name}", dtype=dtype)
         for case in MATRIX
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-        if case.name in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3")
+        if case.name
+        in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3", "mixed, ALiBi")
     ),
 )

@@ -27,10 +27,17 @@ def dense_attention(batch: Batch) -> Tensor:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         position = torch.arange(length - queries, length)[:, None]
         seen = torch.arange(skipped * case.block_size, length)[None]
+        if case.slopes is not None:
+            scores = scores + (case.slopes[:, None, None] * (seen - position)).to(scores.dtype)
         hidden = seen > position if case.causal else seen < 0
         if case.window is not None:
             hidden = hidden | (seen <= position - case.window)
-        out[rows] = (torch.softmax(scores.masked_fill(hidden, -torch.inf), 2) @ value).transpose(0, 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if case.sink_logits is not None:
+            sinks = case.sink_logits.to(scores.dtype)[:, None, None].expand(-1, queries, 1)
+            scores = torch.cat([scores, sinks], 2)
+        weights = torch.softmax(scores, 2)[..., : key.shape[1]]
+        out[rows] = (weights @ value).transpose(0, 1)
     return out
 
 

@@ -5,7 +5,6 @@ test_blocks.py.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -125,15 +124,27 @@ def test_09_window_starts_at_every_place_in_a_tile(queries: int) -> None:
         assert_as_good_as_torch(batch, *batch.attend())
 
 
-def test_10_scales_and_16_sinks_and_22_tree_masks_are_refused_not_ignored() -> None:
+def test_10_scales_and_22_tree_masks_are_refused_not_ignored() -> None:
     layer, pools = pool_tensors(Case("features", ()), 4, fill=0.0)
     for name in ("key_scale", "value_scale"):
         with pytest.raises(UnsupportedFeatureError, match=name):
             PagedKv.of(pools[0], pools[1], **{name: torch.ones(1)})  # type: ignore[arg-type]
-    for name in ("sinks", "alibi_slopes", "tree_mask"):
-        option: dict[str, Any] = {name: torch.ones(2)}
-        with pytest.raises(UnsupportedFeatureError, match=name):
-            kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, **option)
+    with pytest.raises(UnsupportedFeatureError, match="tree_mask"):
+        kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, tree_mask=torch.ones(2))
+
+
+@pytest.mark.parametrize("tokens", [20, 1100])
+def test_16_a_sink_counts_once_however_many_splits_there_are(tokens: int) -> None:
+    """One sink as large as all scores together halves the output; an infinite one takes it all."""
+    batch = build(Case("sinks", ((tokens, 1),), kv_heads=1, group=3))
+    out, lse = kernels.attend(batch.plan(), batch.query, batch.layer)
+    sinks = lse[0].clone()
+    sinks[2] = 1e30
+    plan = kernels.plan(batch.layer.geometry, batch.tables, [tokens], num_query_heads=3, sinks=sinks)
+    halved, halved_lse = kernels.attend(plan, batch.query, batch.layer)
+    torch.testing.assert_close(halved[:, :2], out[:, :2] / 2, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(halved_lse[:, :2], lse[:, :2] + np.log(2).astype(np.float32), rtol=0, atol=4e-6)
+    assert not halved[:, 2].any()
 
 
 def test_11_keys_and_values_of_unequal_strides() -> None:

@@ -39,8 +39,13 @@ def attend(plan: AttentionPlan, query: Tensor, layer: PagedKv) -> tuple[Tensor, 
                 scores = torch.einsum("hd,khd->hk", query[row].double(), key) * plan.scale
                 if plan.soft_cap is not None:
                     scores = plan.soft_cap * torch.tanh(scores / plan.soft_cap)
+                if plan.alibi_slopes is not None:
+                    distance = torch.arange(first, last + 1) - position
+                    scores += plan.alibi_slopes.cpu().double()[:, None] * distance
+                if plan.sinks is not None:
+                    scores = torch.cat([scores, plan.sinks.cpu().double()[:, None]], 1)
                 lse[row] = torch.logsumexp(scores, 1)
-                out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, 1), value)
+                out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, 1)[:, : len(visible)], value)
             row += 1
     return out, lse
 

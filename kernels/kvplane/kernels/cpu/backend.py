@@ -33,6 +33,10 @@ def _counter() -> NDArray[np.int64]:
     return np.zeros(1, np.int64)
 
 
+def _per_head(values: Tensor | None) -> NDArray[np.float32]:
+    return np.empty(0, np.float32) if values is None else values.numpy()
+
+
 def _useful_threads(moved_bytes: int) -> int:
     return 1 + moved_bytes // _BYTES_WORTH_A_THREAD
 
@@ -61,10 +65,10 @@ class CpuBackend:
             for kernel, items in ((attend_wide, work.wide), (attend_narrow, work.narrow)):
                 if len(items):
                     self._run_items(kernel, plan, layer, items, queries, dot, useful)
-            counter = _counter()
+            counter, sinks = _counter(), _per_head(plan.sinks)
             run_on_all(
                 lambda: merge_partials(
-                    work.tokens, counter, work.partial_output, work.partial_lse, work.output, result
+                    work.tokens, counter, work.partial_output, work.partial_lse, sinks, work.output, result
                 ),
                 _useful_threads(work.partial_output.nbytes),
             )
@@ -98,6 +102,7 @@ class CpuBackend:
             plan.group_size,
             np.float32(plan.scale),
             np.float32(plan.soft_cap or 0),
+            _per_head(plan.alibi_slopes),
             work.partial_output,
             work.partial_lse,
         )

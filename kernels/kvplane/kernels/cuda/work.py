@@ -166,9 +166,7 @@ def place_on_device(plan: "AttentionPlan", host: HostWork) -> CudaWork:
         return buffer[begin : begin + int(np.prod(shape))].view(shape)
 
     def per_head(given: Tensor | None, default: float) -> Tensor:
-        if given is None:
-            return torch.full((heads,), default, dtype=torch.float32, device=device)
-        return given.detach().to(device, torch.float32, copy=True).contiguous()
+        return torch.full((heads,), default, dtype=torch.float32, device=device) if given is None else given
 
     return CudaWork(
         host=host,
