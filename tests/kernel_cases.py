@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvplane import kernels
 from kvplane.kernels import AttentionPlan, Layout, PagedKv
+from kvplane.kernels.quantise import QUANTISED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,26 @@ class Case:
     shared_prefix_tokens: int = 0
     padding_tokens: int = 0
     spare_entries: int = 2  # table entries past the last block
+    query_dtype: torch.dtype | None = None  # None: the cache's, float32 for a quantised one
+    scales: str | None = None  # "tensor" or "heads", of a quantised cache
     sinks: bool = False
     alibi: bool = False
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """Of queries and outputs."""
+        usual = torch.float32 if self.dtype in QUANTISED_DTYPES else self.dtype
+        return self.query_dtype or usual
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of what is stored."""
+        return 40.0 if self.dtype == torch.int8 else 1.0
+
+    def key_and_value_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Unequal ones, that make values of about 1."""
+        heads = torch.arange(1, self.kv_heads + 1 if self.scales == "heads" else 2) / self.spread
+        return (0.5 * heads, 1.5 / heads / self.spread**2) if self.scales else (None, None)
 
     @property
     def sink_logits(self) -> Tensor | None:
@@ -117,17 +136,22 @@ def pool_tensors(case: Case, num_blocks: int, fill: float = torch.nan) -> tuple[
     sizes = [num_blocks // case.segments] * case.segments
     sizes[-1] += num_blocks - sum(sizes)
     if case.interleaved:
-        pools = [torch.full((size, 2, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
+        shapes: list[tuple[int, ...]] = [(size, 2, *inner, case.head_dim) for size in sizes]
     else:
-        pools = [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in 2 * sizes]
+        shapes = [(size, *inner, case.head_dim) for size in 2 * sizes]
+    # int8 has no NaN; its largest number shows as well
+    number = torch.full((1,), 127 if case.dtype == torch.int8 and fill != fill else fill).to(case.dtype)
+    pools = [number.expand(shape).clone() for shape in shapes]
     return wrap(case, tuple(pools)), tuple(pools)
 
 
 def wrap(case: Case, pools: tuple[Tensor, ...]) -> PagedKv:
     """A layer over tensors: interleaved ones, or those of the keys and then those of the values."""
+    key, value = case.key_and_value_scales()
     if case.interleaved:
-        return PagedKv.interleaved(pools, layout=case.layout)
-    return PagedKv.of(pools[: case.segments], pools[case.segments :], layout=case.layout)
+        return PagedKv.interleaved(pools, layout=case.layout, key_scale=key, value_scale=value)
+    keys, values = pools[: case.segments], pools[case.segments :]
+    return PagedKv.of(keys, values, layout=case.layout, key_scale=key, value_scale=value)
 
 
 def block_views(layer: PagedKv, block: int) -> tuple[Tensor, Tensor]:
@@ -158,9 +182,9 @@ def build(case: Case, seed: int = 0) -> Batch:
             filled = min(case.block_size, length - i * case.block_size)
             for part in block_views(layer, int(tables[b, i])):
                 shape = (case.kv_heads, filled, case.head_dim)
-                part[:, :filled] = torch.randn(shape, generator=torch_random).to(case.dtype)
+                part[:, :filled] = (case.spread * torch.randn(shape, generator=torch_random)).to(case.dtype)
     rows = sum(queries for _, queries in case.sequences) + case.padding_tokens
-    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(case.dtype)
+    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(case.rows_dtype)
     return Batch(case, layer, pools, tables, query)
 
 
@@ -196,6 +220,11 @@ MATRIX: tuple[Case, ...] = (
     Case("shared prefix", _PREFIXED, shared_prefix_tokens=1024),
     Case("shared prefix, not whole splits", _PREFIXED, shared_prefix_tokens=1008),
     Case("shared prefix, many rows", ((1030, 1),) * 20, shared_prefix_tokens=1024, group=7),
+    *(
+        Case(f"mixed, {name}, scale per {scales}", _MIXED, dtype, scales=scales, layout=layout)
+        for name, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8))
+        for scales, layout in (("tensor", Layout.NHD), ("heads", Layout.HND))
+    ),
     *(Case(f"window {window}", _MIXED, window=window) for window in (1, 15, 16, 17, 64, 513)),
     *(Case(f"group {group}", _MIXED[:8], group=group, kv_heads=1) for group in (1, 3, 7, 8, 16, 71)),
     *(Case(f"head dim {dim}", _MIXED[:6], head_dim=dim) for dim in (16, 80, 96, 112, 128, 256)),

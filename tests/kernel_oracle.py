@@ -21,7 +21,11 @@ def dense_attention(batch: Batch) -> Tensor:
         skipped = first // case.block_size
         blocks = [block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]]
         key, value = (torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True))
-        key, value = (part.repeat_interleave(case.group, 0) for part in (key, value))
+        key, value = (
+            part if scale is None else part.float() * scale.cpu()[:, None, None]
+            for part, scale in ((key, batch.layer.key_scale), (value, batch.layer.value_scale))
+        )
+        key, value = (part.to(case.rows_dtype).repeat_interleave(case.group, 0) for part in (key, value))
         scores = batch.query[rows].transpose(0, 1) @ key.transpose(1, 2) * plan.scale
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import SMALL, Case, build, poison, pool_tensors
 from kernel_oracle import assert_as_good_as_torch
 from kvplane import kernels
-from kvplane.kernels import DtypeError, Layout, PagedKv, ShapeError, StrideError, UnsupportedFeatureError
+from kvplane.kernels import DtypeError, Layout, PagedKv, ShapeError, StrideError, UnsupportedFeatureError, reference
 from kvplane.kernels.backend import backend_for
 from kvplane.kernels.cpu.backend import CpuBackend
 from kvplane.kernels.cuda.backend import CudaBackend
@@ -31,6 +31,11 @@ CASES = (
     Case("shared prefix", ((530, 1), (540, 1), (520, 1)), shared_prefix_tokens=512, kv_heads=1),
     Case("not causal", ((40, 7), (5, 5)), causal=False),
     Case("odd group and head dim", ((40, 7), (5, 5)), group=7, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
+    *(
+        Case(f"{name}, {rows}", ((40, 7), (17, 1)), dtype, scales="heads", query_dtype=rows, head_dim=dim)
+        for name, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8))
+        for rows, dim in ((torch.bfloat16, 64), (torch.float16, 128))
+    ),
     Case("many rows", ((70, 60),), group=3, kv_heads=1),
     Case("group beyond a narrow item", ((50, 1),), group=20, kv_heads=1),
     *(Case(f"block size {size}", ((40, 3), (9, 1)), block_size=size, kv_heads=1) for size in (1, 8, 64)),
@@ -86,6 +91,27 @@ def test_a_captured_plan_takes_other_batches_in_place() -> None:
         refill(captured, replace(largest, case=larger).plan())
     with pytest.raises(ShapeError, match="scale"):
         refill(captured, replace(largest, case=replace(largest.case, scale=2.0)).plan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_writes(dtype: torch.dtype) -> None:
+    case = Case("quantised", ((20, 20), (3, 1)), dtype, scales="heads", query_dtype=torch.bfloat16, interleaved=True)
+    written, expected = build(case), build(case)
+    plan = written.plan()
+    # Past the largest number of the format as well. For e4m3 no NaN, and no number that has to be rounded: the
+    # interpreter converts some of them wrongly (test_gpu.py has those).
+    numbers = torch.randn(2, 21, 2, 64) * 400 / case.spread
+    if dtype == torch.float8_e4m3fn:
+        scales = [scale[:, None] for scale in case.key_and_value_scales() if scale is not None]
+        numbers = torch.stack([numbers[i].to(dtype).float() * scales[i] for i in range(2)])
+        numbers[:, 3] = 5000.0
+    key, value = numbers.to(torch.bfloat16)
+    kernels.write(plan, key, value, written.layer)
+    reference.write(plan, key, value, expected.layer)
+    for got, want in zip(written.pools, expected.pools, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    with pytest.raises(UnsupportedFeatureError, match="float32"):
+        kernels.write(plan, key.float(), value.float(), written.layer)
 
 
 def test_rows_of_any_alignment() -> None:

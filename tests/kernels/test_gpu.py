@@ -70,6 +70,24 @@ def test_writes_and_block_operations_equal_those_of_the_cpu(dtype: torch.dtype) 
     assert (sums[0] == sums[1]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_caches(dtype: torch.dtype) -> None:
+    if dtype == torch.float8_e4m3fn and (capability(CUDA) or 0) < launch_table.E4M3_CAPABILITY:
+        with pytest.raises(kernels.UnsupportedFeatureError, match="capability"):
+            build(Case("old device", ((20, 20),), dtype)).on(CUDA)
+        return
+    case = Case("quantised", ((300, 40), (700, 1)), dtype, scales="heads", query_dtype=torch.bfloat16)
+    host = build(case)
+    device = host.on(CUDA)
+    out, lse = device.attend()
+    assert_as_good_as_torch(host, out.cpu(), lse.cpu())
+    key, value = ((torch.randn(41, case.kv_heads, case.head_dim) * 300).to(torch.bfloat16) for _ in range(2))
+    kernels.write(host.plan(), key, value, host.layer)
+    kernels.write(device.plan(), key.to(CUDA), value.to(CUDA), device.layer)
+    for mine, theirs in zip(device.pools, host.pools, strict=True):
+        assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
+
+
 def test_a_captured_graph_takes_other_batches() -> None:
     largest = build(Case("largest", ((300, 1),) * 4, torch.bfloat16)).on(CUDA)
     captured = largest.plan()

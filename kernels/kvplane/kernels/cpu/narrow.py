@@ -155,13 +155,15 @@ def attend_narrow(
     scale: np.float32,
     soft_cap: np.float32,
     slopes: NDArray[np.float32],
+    key_scales: NDArray[np.float32],
+    value_scales: NDArray[np.float32],
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
 ) -> None:
     """Work through `items` until `counter` passes their number; any number of threads may share one counter.
 
     See work.py for the columns of `items` and `tokens`. `slopes` [query heads], or none, are ALiBi's.
-    Writes the partial outputs and LSEs of its items.
+    Scales are per KV head. Writes the partial outputs and LSEs of its items.
     """
     dim = query.shape[2]
     heads = query.shape[1] // group
@@ -207,7 +209,9 @@ def attend_narrow(
                 token = members[(first + min(r, rows - 1)) // group]
                 column = head * group + (first + r) % group
                 for d in range(dim):
-                    queries[head, r, d] = query[token, column, d] * scale if r < rows else np.float32(0)
+                    queries[head, r, d] = (
+                        query[token, column, d] * (scale * key_scales[head]) if r < rows else np.float32(0)
+                    )
                     output[head, r, d] = 0
         for start in range(begin, end, TILE):
             count = min(TILE, end - start)
@@ -270,7 +274,7 @@ def attend_narrow(
                 for lane in range(r % ROWS, 16, ROWS):
                     total += state[head, r // ROWS, 1, lane]
                 seen = total > 0 or total != total
-                inverse = np.float32(1) / total if seen else np.float32(0)
+                inverse = value_scales[head] / total if seen else np.float32(0)
                 for d in range(dim):
                     partial_output[slot, column, d] = output[head, r, d] * inverse
                 top = state[head, r // ROWS, 0, r % ROWS]

@@ -117,6 +117,8 @@ def attend_wide(
     scale: np.float32,
     soft_cap: np.float32,
     slopes: NDArray[np.float32],
+    key_scales: NDArray[np.float32],
+    value_scales: NDArray[np.float32],
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
 ) -> None:
@@ -157,6 +159,7 @@ def attend_wide(
         end = items[i, 4]
         split = items[i, 5]
         head = items[i, 6]
+        key_scale = scale * key_scales[head]
         lowest_high = end
         highest_low = begin
         for r in range(WIDE):
@@ -200,7 +203,7 @@ def attend_wide(
                     scores[t, r] = 0
             score_lanes(dot, address_of(key_tile), count, dim, query_rows, score_rows, ones)
             softmax_lanes(
-                score_rows[0], scale, soft_cap, masked, biased, address_of(state), count, address_of(output), dim
+                score_rows[0], key_scale, soft_cap, masked, biased, address_of(state), count, address_of(output), dim
             )
             # a masked tile stays float32: its values have to be searched for NaN
             in_pairs = dot and not masked
@@ -222,7 +225,7 @@ def attend_wide(
             column = head * group + (first + r) % group
             total = state[3, r]
             seen = total > 0 or total != total
-            inverse = np.float32(1) / total if seen else np.float32(0)
+            inverse = value_scales[head] / total if seen else np.float32(0)
             for d in range(dim):
                 partial_output[slot, column, d] = output[d, r] * inverse
             partial_lse[slot, column] = state[2, r] + np.log(total) if seen else MINUS_INFINITY

@@ -93,8 +93,10 @@ class CudaBackend:
                 out.copy_(result)
 
     def write(self, plan: "AttentionPlan", key: Tensor, value: Tensor, layer: "PagedKv") -> None:
-        """Copy or quantise rows to slots."""
+        """Copy or quantise rows to slots. Raises UnsupportedFeatureError for dtypes of rows that the launch table has
+        not."""
         geometry = plan.geometry
+        launch_table.attend(key.dtype, geometry.dtype, geometry.head_dim)
         entry = WriteLaunch(key.dtype, geometry.dtype, launch_table.padded(geometry.head_dim))
         if not plan.num_tokens:
             return

@@ -81,4 +81,4 @@ def _scales(scale: Tensor | None, layer: "PagedKv") -> Tensor:
     geometry = layer.geometry
     if scale is None:
         return torch.ones(geometry.num_kv_heads, dtype=torch.float32, device=geometry.device)
-    return scale.detach().to(geometry.device, torch.float32, copy=True).expand(geometry.num_kv_heads).contiguous()
+    return scale

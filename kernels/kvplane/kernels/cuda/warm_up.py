@@ -23,8 +23,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
         for soft_cap in (None, 1.0):
             batch = plan(layer.geometry, [[1, 0, 0], [2, 3, 4]], [1, 40], [1, 40], num_query_heads=1, soft_cap=soft_cap)
             api.attend(batch, rows, layer)
-        if dtype not in launch_table.QUANTISED:
-            api.write(batch, rows, rows, layer)
+        api.write(batch, rows, rows, layer)
     api.copy_blocks(layer, [1], [2])
     api.zero_blocks(layer, [1])
     api.checksum_blocks(layer, [1])
