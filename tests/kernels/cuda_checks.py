@@ -32,9 +32,9 @@ CASES = (
     Case("not causal", ((40, 7), (5, 5)), causal=False),
     Case("odd group and head dim", ((40, 7), (5, 5)), group=7, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
     *(
-        Case(f"{name}, {rows}", ((40, 7), (17, 1)), dtype, scales="heads", query_dtype=rows, head_dim=dim)
+        Case(f"{name}, {dim}", ((40, 7), (17, 1)), dtype, scales=scales, query_dtype=torch.bfloat16, head_dim=dim)
         for name, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8))
-        for rows, dim in ((torch.bfloat16, 64), (torch.float16, 128))
+        for scales, dim in (("heads", 64), ("tensor", 128))
     ),
     Case("many rows", ((70, 60),), group=3, kv_heads=1),
     Case("group beyond a narrow item", ((50, 1),), group=20, kv_heads=1),

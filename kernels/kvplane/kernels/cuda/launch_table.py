@@ -94,8 +94,8 @@ ATTEND: dict[tuple[torch.dtype, torch.dtype, int], Pair] = {
     (FP32, FP32, 128): Pair(_DECODE_LARGE, Constants(32, 16, 8, 2)),
     (BF16, E4M3, 64): _SMALL,
     (BF16, INT8, 64): _USUAL,
-    **{(each, E4M3, 128): _SMALL for each in (BF16, FP16)},
-    **{(each, INT8, 128): _USUAL for each in (BF16, FP16)},
+    (BF16, E4M3, 128): _SMALL,
+    (BF16, INT8, 128): _USUAL,
     (BF16, E4M3, 256): _LARGE,
 }
 """By query dtype, cache dtype and head dimension."""
