@@ -87,8 +87,9 @@ class CudaBackend:
                         lse,
                         upcast=self._upcast,
                     )
-            entry = MergeLaunch(query.dtype, launch_table.padded(geometry.head_dim))
-            launcher.merge(self._launch, entry, shape, work, result, lse)
+            if work.room.merges:
+                entry = MergeLaunch(query.dtype, launch_table.padded(geometry.head_dim))
+                launcher.merge(self._launch, entry, shape, work, result, lse)
             if result is not out:
                 out.copy_(result)
 

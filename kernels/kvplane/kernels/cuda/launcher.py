@@ -35,12 +35,16 @@ def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], consta
 
 def is_aligned(rows: Tensor) -> bool:
     """Whether rows [tokens, heads, head_dim] may be passed as they are: as the kernels were compiled for."""
-    strides = (rows.stride(0), _head_stride(rows))
+    strides = (_token_stride(rows), _head_stride(rows))
     return rows.data_ptr() % ALIGNMENT_BYTES == 0 and not any(stride % _STRIDE_ELEMENTS for stride in strides)
 
 
+# torch lets the stride of a dimension of size 1 be anything
+def _token_stride(rows: Tensor) -> int:
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1] * rows.shape[2]
+
+
 def _head_stride(rows: Tensor) -> int:
-    # torch lets the stride of a dimension of size 1 be anything
     return rows.stride(1) if rows.shape[1] > 1 else rows.shape[2]
 
 
@@ -97,9 +101,9 @@ def attend(
             work.heads.sinks,
             shape.scale,
             shape.soft_cap,
-            query.stride(0),
+            _token_stride(query),
             _head_stride(query),
-            out.stride(0),
+            _token_stride(out),
             _head_stride(out),
             *layer.key_strides,
             *layer.value_strides,
@@ -136,7 +140,7 @@ def merge(launch: Launcher, entry: MergeLaunch, shape: Shape, work: "CudaWork", 
             work.heads.sinks,
             out,
             lse,
-            out.stride(0),
+            _token_stride(out),
             _head_stride(out),
             lse.stride(0),
             lse.stride(1),
@@ -176,9 +180,9 @@ def write(
             layer.value_segments,
             layer.key_scales,
             layer.value_scales,
-            key.stride(0),
+            _token_stride(key),
             _head_stride(key),
-            value.stride(0),
+            _token_stride(value),
             _head_stride(value),
             *layer.key_strides,
             *layer.value_strides,

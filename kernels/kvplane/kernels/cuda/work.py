@@ -45,6 +45,8 @@ class Room:
     sequences: int
     table_width: int
     partials: int
+    merges: int
+    """Whether some token has no split or several: `merge_partials` writes those."""
 
     def holds(self, other: "Room") -> bool:
         """Whether everything of the other fits."""
@@ -150,6 +152,7 @@ def lay_out_on_host(plan: "AttentionPlan", narrow: Constants, wide: Constants) -
         sequences=plan.block_tables.shape[0],
         table_width=plan.block_tables.shape[1],
         partials=int(stored.sum()),
+        merges=int((splits != 1).any()),
     )
     if room.partials * plan.num_query_heads >= 1 << 31:
         raise ShapeError("sequence_lengths", f"{room.partials} partial results are more than one plan may have")
