@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.timeout(900)  # a file full of tests
 def test_the_service_on_an_emulated_device() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cuda_checks.py")]
     environment = {**os.environ, "KVPLANE_EMULATE_CUDA": "1", "TRITON_INTERPRET": "1"}

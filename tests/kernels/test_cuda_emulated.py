@@ -6,15 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.timeout(900)  # a file full of tests
 def test_cuda_kernels_pass_the_same_tests_on_host_memory() -> None:
     """In a process of its own: Triton decides whether to interpret when it is imported."""
     files = ("cuda_checks.py", "test_blocks.py", "test_write.py", "test_huge_pools.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in files)]
-    # Thousands of rows, one interpreted program each.
-    command += ["--deselect", f"{HERE / 'test_write.py'}::test_a_long_write_by_several_threads"]
+    # One interpreted program per row: not thousands of rows; and float16 (dtype2) is written as bfloat16 is.
+    command += ["-k", "not long_write and not dtype2"]
     environment = {**os.environ, "KVPLANE_EMULATE_CUDA": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[1], check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
