@@ -116,11 +116,11 @@ BAD_LAYERS: list[tuple[type[KernelError], str, Callable[[], object]]] = [
     (
         UnsupportedFeatureError,
         "keys.dtype",
-        lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.float8_e4m3fn)] * 2),
+        lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.float8_e5m2)] * 2),
     ),
-    (UnsupportedFeatureError, "keys.dtype", lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.int8)] * 2)),
+    (UnsupportedFeatureError, "keys.dtype", lambda: PagedKv.of(*[tensors(*GOOD, dtype=torch.uint8)] * 2)),
     (
-        UnsupportedFeatureError,
+        DtypeError,
         "key_scale",
         lambda: PagedKv.of(tensors(*GOOD), tensors(*GOOD), key_scale=torch.ones(2)),
     ),
