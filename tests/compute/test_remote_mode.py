@@ -308,12 +308,13 @@ def test_sinks_and_alibi_reach_the_kernels(setup: Setup) -> None:
     engine, tokens = setup.engine(), [1, 2, 3]
     engine.apply(setup.control.grant(engine.session, {0: (0, setup.blocks(1))}))
     plan = engine.plan({0: (3, 3)}, options=compute_pb2.AttentionOptions(sinks=[1e4, -1e4, 1e4, -1e4]))
-    for layer in reversed(range(ORACLE.num_layers)):
-        query, key, value = ORACLE.rows(tokens, 0, 3, layer)
+    rows = [ORACLE.rows(tokens, 0, 3, layer) for layer in range(ORACLE.num_layers)]
+    for layer, (query, key, value) in enumerate(rows):
         out = engine.run(plan, layer, WRITE_AND_ATTEND, query=query, key=key, value=value)
         assert not out[:, ::2].any()
         assert_attention(out[:, 1::2], ORACLE.attention(tokens, 0, 3, layer)[:, 1::2])
     engine.close_plan(plan)
+    query, _, value = rows[0]
     plan = engine.plan({0: (1, 3)}, options=compute_pb2.AttentionOptions(alibi_slopes=[1e4] * 4))
     out = engine.run(plan, 0, ATTEND, query=query[2:])
     assert_attention(out[0], value[2].repeat_interleave(2, 0).double())
