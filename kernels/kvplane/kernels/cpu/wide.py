@@ -159,7 +159,7 @@ def attend_wide(
         end = items[i, 4]
         split = items[i, 5]
         head = items[i, 6]
-        key_scale = scale * key_scales[head]
+        key_scale = np.float32(scale * key_scales[head])
         lowest_high = end
         highest_low = begin
         for r in range(WIDE):
