@@ -7,12 +7,13 @@ BIN := .envs/dev/bin
 SOURCES := protos cache_service compute_service kernels clients
 PROTOS := $(wildcard protos/kvplane/v1/*.proto)
 QUICK ?=
+FULL ?=
 
 # Tests run on the installed wheel, never on the sources beside them.
 unexport PYTHONPATH
 export KVPLANE_EXPECT_WHEEL := 1
 
-.PHONY: help test test-fast test-slow demo lint format protos protos-check bench bench-peers clean
+.PHONY: help test test-fast test-slow demo lint aot format protos protos-check bench bench-peers clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +43,11 @@ lint: dev-with-wheel ## Check style, types, import rules and protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --exit-code --diff protos
+
+aot: ## Compile every CUDA kernel without a GPU; a spilled register fails (FULL=1: for every architecture)
+	@$(ENV) --with-wheel aot > /dev/null
+	@cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
+	  TRITON_CACHE_DIR="$$cache" .envs/aot/bin/python -m kvplane.kernels.cuda.aot $(if $(FULL),--full)
 
 format: dev ## Format the code
 	$(BIN)/ruff format .

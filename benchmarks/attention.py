@@ -1,6 +1,6 @@
 """How fast the attention kernels are, against what the machine and torch can do in the same minute.
 
-    python benchmarks/attention.py --device cpu [--quick]
+    python benchmarks/attention.py --device cpu|cuda [--quick]
 
 What is compared runs interleaved in one process, and figures are medians: a ratio holds on a busy machine
 too. Sizes stream from memory (KV of 64 MiB and more), blocks are in random order. The last line is one JSON
@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import _attention_cuda as attention_cuda
 import _vllm_cpu_op as vllm_cpu_op
 import numpy as np
 import torch
@@ -340,13 +341,17 @@ def measure_plan(rounds: int) -> dict[str, float]:
 def main() -> int:
     """Measure, print, end with the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu",), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few seconds: fewer rounds, 64 MiB of KV")
     options = parser.parse_args()
     torch.manual_seed(0)
     np.random.seed(0)
     rounds = 3 if options.quick else 15
     describe_machine()
+    if options.device == "cuda":
+        measured = attention_cuda.main(quick=options.quick)
+        finish(measured or {"device": None})
+        return 0 if measured else 2
     print(f"threads: {kernels.get_num_threads()}, of torch {torch.get_num_threads()}")
     print(warm_up((torch.bfloat16, torch.float32)))
     results: dict[str, float] = {}

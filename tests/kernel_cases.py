@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvplane import kernels
 from kvplane.kernels import AttentionPlan, Layout, PagedKv
+from kvplane.kernels.quantise import QUANTISED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,40 @@ class Case:
     shared_prefix_tokens: int = 0
     padding_tokens: int = 0
     spare_entries: int = 2  # table entries past the last block
+    query_dtype: torch.dtype | None = None  # None: the cache's, float32 for a quantised one
+    scales: str | None = None  # "tensor" or "heads", of a quantised cache
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """Of queries and outputs."""
+        usual = torch.float32 if self.dtype in QUANTISED_DTYPES else self.dtype
+        return self.query_dtype or usual
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of what is stored."""
+        return 40.0 if self.dtype == torch.int8 else 1.0
+
+    def key_and_value_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Unequal ones, that make values of about 1."""
+        heads = torch.arange(1, self.kv_heads + 1 if self.scales == "heads" else 2) / self.spread
+        return (0.5 * heads, 1.5 / heads / self.spread**2) if self.scales else (None, None)
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        """[query heads], among the scores and beyond them; the last head has none."""
+        heads = self.kv_heads * self.group
+        if not self.sinks:
+            return None
+        return torch.tensor([*(3.0 * (head % 5) - 4 for head in range(heads - 1)), -torch.inf])
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """[query heads], as ALiBi (Press et al., 2022) has them."""
+        heads = self.kv_heads * self.group
+        return 2.0 ** (-8 * torch.arange(1, heads + 1) / heads) if self.alibi else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +102,21 @@ class Batch:
             soft_cap=case.soft_cap,
             shared_prefix_tokens=case.shared_prefix_tokens,
             padding_tokens=padding_tokens,
+            sinks=case.sink_logits,
+            alibi_slopes=case.slopes,
         )
+
+    def on(self, device: torch.device) -> "Batch":
+        """The same batch on another device."""
+        pools = tuple(pool.to(device) for pool in self.pools)
+        return replace(self, layer=wrap(self.case, pools), pools=pools, query=self.query.to(device))
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Run the whole batch with a poisoned workspace into poisoned outputs."""
         plan = self.plan()
         poison(plan.work)
-        out, lse = torch.full_like(self.query, torch.nan), torch.full(self.query.shape[:2], torch.nan)
+        out = torch.full_like(self.query, torch.nan)
+        lse = torch.full(self.query.shape[:2], torch.nan, device=self.query.device)
         return kernels.attend(plan, self.query, self.layer, out=out, lse=lse)
 
 
@@ -93,12 +136,22 @@ def pool_tensors(case: Case, num_blocks: int, fill: float = torch.nan) -> tuple[
     sizes = [num_blocks // case.segments] * case.segments
     sizes[-1] += num_blocks - sum(sizes)
     if case.interleaved:
-        blocks = [torch.full((size, 2, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes]
-        return PagedKv.interleaved(blocks, layout=case.layout), tuple(blocks)
-    keys, values = (
-        [torch.full((size, *inner, case.head_dim), fill, dtype=case.dtype) for size in sizes] for _ in range(2)
-    )
-    return PagedKv.of(keys, values, layout=case.layout), (*keys, *values)
+        shapes: list[tuple[int, ...]] = [(size, 2, *inner, case.head_dim) for size in sizes]
+    else:
+        shapes = [(size, *inner, case.head_dim) for size in 2 * sizes]
+    # int8 has no NaN; its largest number shows as well
+    number = torch.full((1,), 127 if case.dtype == torch.int8 and fill != fill else fill).to(case.dtype)
+    pools = [number.expand(shape).clone() for shape in shapes]
+    return wrap(case, tuple(pools)), tuple(pools)
+
+
+def wrap(case: Case, pools: tuple[Tensor, ...]) -> PagedKv:
+    """A layer over tensors: interleaved ones, or those of the keys and then those of the values."""
+    key, value = case.key_and_value_scales()
+    if case.interleaved:
+        return PagedKv.interleaved(pools, layout=case.layout, key_scale=key, value_scale=value)
+    keys, values = pools[: case.segments], pools[case.segments :]
+    return PagedKv.of(keys, values, layout=case.layout, key_scale=key, value_scale=value)
 
 
 def block_views(layer: PagedKv, block: int) -> tuple[Tensor, Tensor]:
@@ -129,9 +182,9 @@ def build(case: Case, seed: int = 0) -> Batch:
             filled = min(case.block_size, length - i * case.block_size)
             for part in block_views(layer, int(tables[b, i])):
                 shape = (case.kv_heads, filled, case.head_dim)
-                part[:, :filled] = torch.randn(shape, generator=torch_random).to(case.dtype)
+                part[:, :filled] = (case.spread * torch.randn(shape, generator=torch_random)).to(case.dtype)
     rows = sum(queries for _, queries in case.sequences) + case.padding_tokens
-    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(case.dtype)
+    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=torch_random).to(case.rows_dtype)
     return Batch(case, layer, pools, tables, query)
 
 
@@ -145,6 +198,8 @@ SMALL: tuple[Case, ...] = (
     Case("window", ((40, 3), (17, 1)), window=9),
     Case("soft cap", ((40, 3), (17, 1)), soft_cap=2.0),
     Case("empty", ((0, 1), (7, 1)), padding_tokens=2),
+    Case("sinks", ((40, 3), (17, 1), (0, 2)), sinks=True, window=9),
+    Case("ALiBi", ((40, 7), (17, 1)), alibi=True),
 )
 """Small enough for an interpreter."""
 
@@ -158,9 +213,18 @@ MATRIX: tuple[Case, ...] = (
     Case("mixed, interleaved NHD", _MIXED, interleaved=True, layout=Layout.NHD),
     Case("mixed, three segments", _MIXED, segments=3),
     Case("mixed, soft cap", _MIXED, soft_cap=3.0, scale=0.5),
+    Case("mixed, sinks", _MIXED, sinks=True, padding_tokens=2),
+    Case("mixed, ALiBi", _MIXED, alibi=True, group=3),
+    Case("mixed, sinks, ALiBi, soft cap, window", _MIXED, sinks=True, alibi=True, soft_cap=3.0, window=65),
+    Case("shared prefix, sinks and ALiBi", _PREFIXED, shared_prefix_tokens=1024, sinks=True, alibi=True),
     Case("shared prefix", _PREFIXED, shared_prefix_tokens=1024),
     Case("shared prefix, not whole splits", _PREFIXED, shared_prefix_tokens=1008),
     Case("shared prefix, many rows", ((1030, 1),) * 20, shared_prefix_tokens=1024, group=7),
+    *(
+        Case(f"mixed, {name}, scale per {scales}", _MIXED, dtype, scales=scales, layout=layout)
+        for name, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8))
+        for scales, layout in (("tensor", Layout.NHD), ("heads", Layout.HND))
+    ),
     *(Case(f"window {window}", _MIXED, window=window) for window in (1, 15, 16, 17, 64, 513)),
     *(Case(f"group {group}", _MIXED[:8], group=group, kv_heads=1) for group in (1, 3, 7, 8, 16, 71)),
     *(Case(f"head dim {dim}", _MIXED[:6], head_dim=dim) for dim in (16, 80, 96, 112, 128, 256)),
@@ -173,6 +237,7 @@ ALL: tuple[Case, ...] = (
         replace(case, name=f"{case.name}, {name}", dtype=dtype)
         for case in MATRIX
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-        if case.name in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3")
+        if case.name
+        in ("decode", "mixed", "mixed, NHD", "mixed, soft cap", "window 17", "shared prefix", "group 3", "mixed, ALiBi")
     ),
 )

@@ -21,16 +21,27 @@ def dense_attention(batch: Batch) -> Tensor:
         skipped = first // case.block_size
         blocks = [block_views(batch.layer, int(i)) for i in batch.tables[b, skipped : -(-length // case.block_size)]]
         key, value = (torch.cat(part, 1)[:, : length - skipped * case.block_size] for part in zip(*blocks, strict=True))
-        key, value = (part.repeat_interleave(case.group, 0) for part in (key, value))
+        key, value = (
+            part if scale is None else part.float() * scale.cpu()[:, None, None]
+            for part, scale in ((key, batch.layer.key_scale), (value, batch.layer.value_scale))
+        )
+        key, value = (part.to(case.rows_dtype).repeat_interleave(case.group, 0) for part in (key, value))
         scores = batch.query[rows].transpose(0, 1) @ key.transpose(1, 2) * plan.scale
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         position = torch.arange(length - queries, length)[:, None]
         seen = torch.arange(skipped * case.block_size, length)[None]
+        if case.slopes is not None:
+            scores = scores + (case.slopes[:, None, None] * (seen - position)).to(scores.dtype)
         hidden = seen > position if case.causal else seen < 0
         if case.window is not None:
             hidden = hidden | (seen <= position - case.window)
-        out[rows] = (torch.softmax(scores.masked_fill(hidden, -torch.inf), 2) @ value).transpose(0, 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if case.sink_logits is not None:
+            sinks = case.sink_logits.to(scores.dtype)[:, None, None].expand(-1, queries, 1)
+            scores = torch.cat([scores, sinks], 2)
+        weights = torch.softmax(scores, 2)[..., : key.shape[1]]
+        out[rows] = (weights @ value).transpose(0, 1)
     return out
 
 

@@ -201,7 +201,22 @@ def test_cuda_without_cuda_fails_with_one_line(tmp_path: Path) -> None:
     process = spawn(settings(tmp_path) | {"device": "cuda"}, stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2
-    assert errors.decode().splitlines() == ["device: this machine has no CUDA device; use cpu or auto"]
+    (line,) = errors.decode().splitlines()
+    assert line.startswith("kvplane-compute: device: cuda:0 cannot be used: ")
+
+
+def test_auto_takes_the_cpu_without_cuda(tmp_path: Path) -> None:
+    process = spawn(settings(tmp_path) | {"device": "auto", "log_format": "json"}, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line.decode())
+        if "listening" in lines[-1]:
+            break
+    process.terminate()
+    process.communicate(timeout=30)
+    assert any("no_cuda" in line for line in lines), lines
+    assert any('"device": "host memory"' in line for line in lines), lines
 
 
 def test_a_bad_key_is_named(tmp_path: Path) -> None:

@@ -300,7 +300,26 @@ def test_options_that_are_not_built_are_refused(setup: Setup) -> None:
     engine = setup.engine()
     engine.apply(setup.control.grant(engine.session, {0: (0, setup.blocks(1))}))
     with pytest.raises(UnsupportedFeatureError):
-        engine.plan({0: (1, 1)}, options=compute_pb2.AttentionOptions(sinks=[1.0] * 4))
+        engine.plan({0: (1, 1)}, options=compute_pb2.AttentionOptions(tree_mask=b"\1"))
+
+
+def test_sinks_and_alibi_reach_the_kernels(setup: Setup) -> None:
+    """A sink beyond all scores leaves nothing; slopes that forbid distance leave each token its own value."""
+    engine, tokens = setup.engine(), [1, 2, 3]
+    engine.apply(setup.control.grant(engine.session, {0: (0, setup.blocks(1))}))
+    plan = engine.plan({0: (3, 3)}, options=compute_pb2.AttentionOptions(sinks=[1e4, -1e4, 1e4, -1e4]))
+    rows = [ORACLE.rows(tokens, 0, 3, layer) for layer in range(ORACLE.num_layers)]
+    for layer, (query, key, value) in enumerate(rows):
+        out = engine.run(plan, layer, WRITE_AND_ATTEND, query=query, key=key, value=value)
+        assert not out[:, ::2].any()
+        assert_attention(out[:, 1::2], ORACLE.attention(tokens, 0, 3, layer)[:, 1::2])
+    engine.close_plan(plan)
+    query, _, value = rows[0]
+    plan = engine.plan({0: (1, 3)}, options=compute_pb2.AttentionOptions(alibi_slopes=[1e4] * 4))
+    out = engine.run(plan, 0, ATTEND, query=query[2:])
+    assert_attention(out[0], value[2].repeat_interleave(2, 0).double())
+    with pytest.raises(InvalidArgumentError, match="sinks"):
+        engine.plan({0: (1, 3)}, options=compute_pb2.AttentionOptions(sinks=[1.0] * 3))
 
 
 def test_deadlines_are_kept(setup: Setup) -> None:

@@ -45,12 +45,14 @@ def _sequences(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
         soft_cap=st.none() | st.floats(0.5, 50),
         padding_tokens=st.integers(0, 3),
         spare_entries=st.integers(0, 3),
+        sinks=st.booleans(),
+        alibi=st.booleans(),
     ),
     causal=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_fuzz(case: Case, causal: bool, seed: int) -> None:
-    batch = build(replace(case, causal=causal or case.window is not None), seed)
+    batch = build(replace(case, causal=causal or case.window is not None or case.alibi), seed)
     assert_as_good_as_torch(batch, *batch.attend())
 
 

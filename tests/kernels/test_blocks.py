@@ -13,7 +13,7 @@ from kernel_cases import Case, block_views, pool_tensors
 from kvplane import kernels
 from kvplane.kernels import Layout, PagedKv
 
-CASE = Case("blocks", (), kv_heads=3, head_dim=48, block_size=8)
+CASE = Case("blocks", (), kv_heads=3, head_dim=64, block_size=8)
 VARIANTS = [
     replace(CASE, layout=layout, interleaved=interleaved, segments=segments, dtype=dtype)
     for layout in Layout

@@ -5,7 +5,6 @@ test_blocks.py.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from kernel_cases import MATRIX, Case, build, pool_tensors
 from kernel_oracle import assert_as_good_as_torch
 from kvplane import kernels
-from kvplane.kernels import PagedKv, TableError, UnsupportedFeatureError, reference
+from kvplane.kernels import DtypeError, PagedKv, ShapeError, TableError, UnsupportedFeatureError, reference
 
 MIXED = next(case for case in MATRIX if case.name == "mixed")
 
@@ -125,15 +124,51 @@ def test_09_window_starts_at_every_place_in_a_tile(queries: int) -> None:
         assert_as_good_as_torch(batch, *batch.attend())
 
 
-def test_10_scales_and_16_sinks_and_22_tree_masks_are_refused_not_ignored() -> None:
-    layer, pools = pool_tensors(Case("features", ()), 4, fill=0.0)
-    for name in ("key_scale", "value_scale"):
-        with pytest.raises(UnsupportedFeatureError, match=name):
-            PagedKv.of(pools[0], pools[1], **{name: torch.ones(1)})  # type: ignore[arg-type]
-    for name in ("sinks", "alibi_slopes", "tree_mask"):
-        option: dict[str, Any] = {name: torch.ones(2)}
-        with pytest.raises(UnsupportedFeatureError, match=name):
-            kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, **option)
+def test_10_scales_belong_to_quantised_caches() -> None:
+    _, pools = pool_tensors(Case("features", ()), 4, fill=0.0)
+    with pytest.raises(DtypeError, match="key_scale"):
+        PagedKv.of(pools[0], pools[1], key_scale=torch.ones(1))
+    small = [pool.to(torch.int8) for pool in pools]
+    for bad in (torch.ones(3), torch.ones(2, 1), torch.tensor([1.0, 0.0]), torch.tensor([1.0, torch.inf])):
+        with pytest.raises(ShapeError, match="value_scale"):
+            PagedKv.of(small[0], small[1], value_scale=bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_10_writing_and_reading_back_through_scales(dtype: torch.dtype) -> None:
+    """Each head's own scale, keys' apart from values', is used on the way in and on the way out."""
+    case = Case("scales", ((20, 20),), dtype, scales="heads", query_dtype=torch.float32)
+    written, expected = build(case), build(case)
+    plan = written.plan()
+    key, value = (torch.randn(20, 2, 64) * torch.tensor([1.0, 30.0])[:, None] for _ in range(2))
+    kernels.write(plan, key, value, written.layer)
+    reference.write(plan, key, value, expected.layer)
+    for got, want in zip(written.pools, expected.pools, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert written.layer.value_scale is not None
+    out, _ = kernels.attend(plan, torch.zeros(20, 8, 64), written.layer)
+    stored = written.layer.values[0][int(written.tables[0, 0]), :, 0].float() * written.layer.value_scale[:, None]
+    torch.testing.assert_close(out[0], stored.repeat_interleave(4, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_22_tree_masks_are_refused_not_ignored() -> None:
+    layer, _ = pool_tensors(Case("features", ()), 4, fill=0.0)
+    with pytest.raises(UnsupportedFeatureError, match="tree_mask"):
+        kernels.plan(layer.geometry, [[1]], [1], num_query_heads=2, tree_mask=torch.ones(2))
+
+
+@pytest.mark.parametrize("tokens", [20, 1100])
+def test_16_a_sink_counts_once_however_many_splits_there_are(tokens: int) -> None:
+    """One sink as large as all scores together halves the output; an infinite one takes it all."""
+    batch = build(Case("sinks", ((tokens, 1),), kv_heads=1, group=3))
+    out, lse = kernels.attend(batch.plan(), batch.query, batch.layer)
+    sinks = lse[0].clone()
+    sinks[2] = 1e30
+    plan = kernels.plan(batch.layer.geometry, batch.tables, [tokens], num_query_heads=3, sinks=sinks)
+    halved, halved_lse = kernels.attend(plan, batch.query, batch.layer)
+    torch.testing.assert_close(halved[:, :2], out[:, :2] / 2, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(halved_lse[:, :2], lse[:, :2] + np.log(2).astype(np.float32), rtol=0, atol=4e-6)
+    assert not halved[:, 2].any()
 
 
 def test_11_keys_and_values_of_unequal_strides() -> None:

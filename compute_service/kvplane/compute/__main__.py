@@ -27,9 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if check:
         return _check(config)
-    if config.device == "cuda":
-        print(_no_cuda(), file=sys.stderr)
-        return 2
     # Not at the top: a health check runs every few seconds and needs no torch.
     from kvplane.compute.server import ComputeServer
 
@@ -40,14 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"kvplane-compute: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _no_cuda() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return "device: cuda is not built yet; use cpu"
-    return "device: this machine has no CUDA device; use cpu or auto"
 
 
 def _check(config: ComputeConfig) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvplane.compute.arenas import Arena
+from kvplane.compute.device import DeviceBlocks, HostBlocks
 from kvplane.compute.dtypes import wire_dtype
 from kvplane.compute.memory import SharedMemory
 from kvplane.compute.processes import Process
@@ -27,21 +28,34 @@ class Reply:
 
 
 def pool_reply(state: ShardState, holding: Holding, process: Process) -> Reply:
-    """The whole pool: blocks and stamps and the process's hold map writable, the directory read-only.
+    """The whole pool: blocks and stamps and the process's hold map writable, the directory read-only. Blocks on a CUDA
+    device go by their IPC handle, everything else by descriptors.
 
     Made on the device thread: what runs there next may release the pool, and its descriptors' numbers are used again
     then. Raises `PoolLostError` when there are no descriptors to be had.
     """
     pool = holding.pool
-    pieces = (pool.blocks_memory, pool.directory_memory, pool.stamps_memory, process.hold_map)
+    blocks = pool.blocks_memory
+    pieces = [pool.directory_memory, pool.stamps_memory, process.hold_map]
+    handles = []
+    if isinstance(blocks, HostBlocks):
+        pieces.insert(0, blocks.shared)
+    else:
+        assert isinstance(blocks, DeviceBlocks)
+        handles.append(
+            attach_pb2.MemoryHandle(
+                kind=attach_pb2.MEMORY_KIND_CUDA_IPC, cuda_ipc_handle=blocks.handle, num_bytes=blocks.num_bytes
+            )
+        )
+    handles += [
+        attach_pb2.MemoryHandle(
+            kind=attach_pb2.MEMORY_KIND_FILE_DESCRIPTOR, descriptor_index=index, num_bytes=piece.num_bytes
+        )
+        for index, piece in enumerate(pieces)
+    ]
     item, dtype = pool.layout.dtype.itemsize, wire_dtype(pool.layout.dtype)
     message = attach_pb2.AttachReply(
-        handles=[
-            attach_pb2.MemoryHandle(
-                kind=attach_pb2.MEMORY_KIND_FILE_DESCRIPTOR, descriptor_index=index, num_bytes=piece.num_bytes
-            )
-            for index, piece in enumerate(pieces)
-        ],
+        handles=handles,
         segments=[
             attach_pb2.AttachedSegment(
                 segment=types_pb2.SegmentSpec(num_blocks=pool.num_blocks),
@@ -61,6 +75,7 @@ def pool_reply(state: ShardState, holding: Holding, process: Process) -> Reply:
         pool_epoch=pool.pool_epoch,
         incarnation=state.incarnation,
         boot_id=state.identity.boot_id,
+        cuda_ipc_event=state.identity.device.event_handle(),
     )
     return Reply(message, _opened(pieces, read_only=pool.directory_memory))
 

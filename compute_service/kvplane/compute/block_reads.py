@@ -92,7 +92,7 @@ class BlockReads:
         filled = occupancy.filled(ids, generations)
         # Even of its own block a session sees what it wrote; of any other, nothing that is not sealed.
         occupancy.check_readable(ids, generations, np.maximum(filled, 1), caller.session.session_id)
-        content = block_tensor(caller.holding, layer, role)[torch.from_numpy(ids)].contiguous()
+        content = block_tensor(caller.holding, layer, role)[torch.from_numpy(ids)].cpu().contiguous()
         for index in np.flatnonzero(filled < size):
             content[index, int(filled[index]) :] = 0
         # An attached engine may have begun a new occupant meanwhile: stamps come before bytes, so this shows it.

@@ -87,7 +87,7 @@ class BlockWrites:
         occupancy.occupy(ids, generations, session_id)
         target = block_tensor(holding, piece.layer, piece.role)
         content = torch.from_numpy(rows).view(layout.dtype).view(len(ids), *target.shape[1:])
-        target[torch.from_numpy(ids)] = content
+        target[torch.from_numpy(ids)] = content.to(target.device)
         writing.written_bytes += len(piece.payload)
         self._note(writing, piece, ids, generations)
 

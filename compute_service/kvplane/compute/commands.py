@@ -133,7 +133,7 @@ class Commands:
             pool = reuse_pool(old.pool, spec)
         else:
             self._release()
-            pool = create_pool(identity.folder, identity.layout, spec)
+            pool = create_pool(identity.folder, identity.layout, spec, identity.device)
         self._state.holding = Holding.of(pool, identity.folder)
 
     def _destroy(self, command: registry_pb2.DestroyPool) -> None:
@@ -145,8 +145,9 @@ class Commands:
         holding, self._state.holding = self._state.holding, None
         if holding is not None:
             _end_sessions(holding)
+            users = [each.pidfd for each in holding.processes.all() if each.pidfd is not None]
+            holding.pool.release(users, unlink=True)
             holding.processes.release()
-            holding.pool.release(unlink=True)
 
     def _advance(self, command: registry_pb2.AdvanceEpoch) -> None:
         holding = self._pool()

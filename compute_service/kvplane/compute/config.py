@@ -45,7 +45,9 @@ class ComputeConfig(BaseSettings):
         default_factory=lambda: Path(f"/dev/shm/kvplane-{os.getuid()}"),
         description="folder for shared memory; a restart finds the pool again in it",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$", description="cpu, cuda:N, or auto: cuda:0 if it can be used"
+    )
     tls_certificate: Path | None = Field(None, description="PEM certificate of this service, for TCP")
     tls_key: Path | None = Field(None, description="PEM key of this service")
     tls_client_ca: Path | None = Field(None, description="PEM authorities whose clients are accepted (mutual TLS)")
@@ -68,7 +70,8 @@ class ComputeConfig(BaseSettings):
     window_tokens: int | None = Field(None, ge=1, description="sliding window; absent: full attention")
     head_layout: Literal["NHD", "HND"] = "HND"
     interleaved_kv: bool = False
-    pool_bytes: int | None = Field(None, ge=1, description="bytes of block tensors; absent: 80 % of the free memory")
+    pool_bytes: int | None = Field(None, ge=1, description="bytes of block tensors; absent: pool_share decides")
+    pool_share: float = Field(0.8, gt=0, le=1, description="part of the memory that is free when the service starts")
     max_blocks: int | None = Field(None, ge=2, lt=1 << 31, description="blocks; absent: what pool_bytes has room for")
 
     # Which part of it

@@ -25,8 +25,10 @@ RETRY_SECONDS = 0.02
 class Executor:
     """A thread and its queue. `post` and `submit` are called on the event loop; jobs run in that order."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """`run` runs a job and waits for what it launched."""
         self._capacity = capacity
+        self._run = run
         self._depth = 0
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -85,7 +87,7 @@ class Executor:
             try:
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceededError("the deadline passed before the work was launched")
-                result = job()
+                result = self._run(job)
             except Exception as raised:  # every error belongs to whoever posted the job
                 error = raised
             finish(self._finish, done, result, error)

@@ -3,10 +3,10 @@
 import secrets
 from pathlib import Path
 
-from kvplane.compute import memory
 from kvplane.compute.config import ComputeConfig
+from kvplane.compute.device import device_of
 from kvplane.compute.dtypes import KV_DTYPES, wire_dtype
-from kvplane.compute.layout import ROLES, PoolLayout, layout_of
+from kvplane.compute.layout import ROLES, layout_of
 from kvplane.compute.state import ShardIdentity
 from kvplane.v1 import registry_pb2, types_pb2
 from kvplane.wire import directory, stamps
@@ -18,12 +18,10 @@ from kvplane.wire.packed import pack_u32
 FEATURES = frozenset({*BUILT, "seal", "void_rows", "fence", "inventory", "attach", "block_io"})
 """What a control plane and engines may rely on here."""
 
-SHARE_OF_FREE_MEMORY = 0.8
-"""Part of the free shared memory that a pool takes when nobody says how much."""
-
 
 def identity_of(config: ComputeConfig) -> ShardIdentity:
-    """The shard that a configuration describes, with a new boot id."""
+    """The shard that a configuration describes, with a new boot id. Raises `RuntimeError` for a device that is not
+    there."""
     spec = _shard_spec(config)
     group = _group_spec(config)
     order = types_pb2.HEAD_LAYOUT_HND if config.head_layout == "HND" else types_pb2.HEAD_LAYOUT_NHD
@@ -39,6 +37,7 @@ def identity_of(config: ComputeConfig) -> ShardIdentity:
         layout_identity=layout.identity(config.tensor_parallel, config.pipeline_parallel),
         layout=layout,
         folder=folder,
+        device=device_of(config),
     )
 
 
@@ -82,11 +81,14 @@ def _group_spec(config: ComputeConfig) -> types_pb2.GroupSpec:
     return group
 
 
-def max_blocks(config: ComputeConfig, layout: PoolLayout) -> int:
+def max_blocks(config: ComputeConfig, identity: ShardIdentity) -> int:
     """Blocks that the budget has room for. Raises `LimitExceededError` for fewer than two."""
-    folder = config.memory_folder
-    budget = config.pool_bytes or int(SHARE_OF_FREE_MEMORY * memory.available_bytes(folder))
-    per_block = layout.block_bytes + directory.BLOCK_ROW.itemsize + stamps.stamps_bytes(1) - stamps.stamps_bytes(0)
+    layout, device = identity.layout, identity.device
+    budget = config.pool_bytes or int(config.pool_share * device.available_bytes())
+    per_block = layout.block_bytes
+    if device.is_host:
+        # The directory and the stamps lie in the same memory.
+        per_block += directory.BLOCK_ROW.itemsize + stamps.stamps_bytes(1) - stamps.stamps_bytes(0)
     fits = budget // (layout.block_bytes if config.pool_bytes else per_block)
     blocks = min(fits, config.max_blocks or fits, (1 << 31) - 1)
     if blocks < 2:
@@ -107,9 +109,10 @@ def registration_of(
         boot_id=identity.boot_id,
         address=address,
         device=registry_pb2.Device(
-            kind=registry_pb2.DEVICE_KIND_CPU,
-            name="host memory",
-            available_bytes=memory.available_bytes(config.memory_folder),
+            kind=identity.device.kind,
+            index=identity.device.index,
+            name=identity.device.name,
+            available_bytes=identity.device.available_bytes(),
             host_id=host_id(),
         ),
         shard=identity.spec,
@@ -124,7 +127,7 @@ def registration_of(
         groups=identity.groups,
         directory_version=directory.VERSION,
         held_pool=held,
-        max_blocks=max_blocks(config, identity.layout) if held is None else held.num_blocks,
+        max_blocks=max_blocks(config, identity) if held is None else held.num_blocks,
         ttl_ms=round(1000 * config.ttl_seconds),
         features=sorted(FEATURES),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvplane import kernels
 from kvplane.compute.layout import PoolLayout
@@ -32,6 +33,8 @@ class AttentionShape:
     scale: float | None = None
     soft_cap: float | None = None
     causal: bool = True
+    alibi_slopes: tuple[float, ...] = ()
+    sinks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +105,8 @@ class OpenPlan:
                     causal=shape.causal,
                     window=window,
                     soft_cap=shape.soft_cap,
+                    alibi_slopes=torch.tensor(shape.alibi_slopes) if shape.alibi_slopes else None,
+                    sinks=torch.tensor(shape.sinks) if shape.sinks else None,
                 )
             except KernelError as error:
                 raise InvalidArgumentError.of(error.field, error.description) from error
@@ -196,9 +201,8 @@ def check_read(occupancy: Occupancy, batch: Batch, session_id: int, *, with_appe
 
 def check_options(options: compute_pb2.AttentionOptions, field_name: str) -> None:
     """Raises `UnsupportedFeatureError` for options whose behaviour is not built."""
-    for name in ("alibi_slopes", "sinks", "tree_mask"):
-        if getattr(options, name):
-            raise refuse(name, f"{field_name}.{name}")
+    if options.tree_mask:
+        raise refuse("tree_mask", f"{field_name}.tree_mask")
 
 
 def shape_of(options: compute_pb2.AttentionOptions, num_query_heads: int) -> AttentionShape:
@@ -208,4 +212,6 @@ def shape_of(options: compute_pb2.AttentionOptions, num_query_heads: int) -> Att
         options.scale if options.HasField("scale") else None,
         options.soft_cap or None,
         options.causal if options.HasField("causal") else True,
+        tuple(options.alibi_slopes),
+        tuple(options.sinks),
     )

@@ -1,6 +1,6 @@
 """A shard's pool: block tensors, directory and stamps in named shared memory, so that a restart finds them again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvplane.compute import memory
+from kvplane.compute.device import BlocksMemory, Device, HostBlocks
 from kvplane.compute.layout import PoolLayout, TensorPlace
 from kvplane.compute.memory import SharedMemory
 from kvplane.kernels import Layout, PagedKv
@@ -28,7 +29,7 @@ class Pool:
 
     layout: PoolLayout
     num_blocks: int
-    blocks_memory: SharedMemory
+    blocks_memory: BlocksMemory
     directory_memory: SharedMemory
     stamps_memory: SharedMemory
     directory: Directory
@@ -66,17 +67,19 @@ class Pool:
         self.directory.header["pool_epoch"] = pool_epoch
         wire_stamps.set_epoch(self.stamps_memory.buffer, pool_epoch)
 
-    def release(self, *, unlink: bool) -> None:
-        """Give the memory up. With `unlink` nobody finds it again; processes that mapped it keep their mapping."""
+    def release(self, users: Sequence[int] = (), *, unlink: bool) -> None:
+        """Give the memory up. With `unlink` nobody finds it again; processes that mapped it keep their mapping. `users`
+        are the pidfds of those, which stay the caller's."""
         if unlink:
             self.directory.header["valid"] = 0
-        for piece in (self.directory_memory, self.stamps_memory, self.blocks_memory):
+        for piece in (self.directory_memory, self.stamps_memory):
             if unlink:
                 piece.unlink()
             piece.close()
+        self.blocks_memory.release(users, unlink=unlink)
 
 
-def create_pool(folder: Path, layout: PoolLayout, spec: DirectorySpec) -> Pool:
+def create_pool(folder: Path, layout: PoolLayout, spec: DirectorySpec, device: Device) -> Pool:
     """Allocate and format a pool. The whole need is checked first; what cannot fit leaves nothing behind.
 
     Raises `LimitExceededError`.
@@ -84,21 +87,19 @@ def create_pool(folder: Path, layout: PoolLayout, spec: DirectorySpec) -> Pool:
     block_bytes = layout.num_bytes(spec.num_blocks)
     stamp_bytes = wire_stamps.stamps_bytes(spec.num_blocks)
     remove(folder)
-    memory.check_space(folder, block_bytes + spec.num_bytes + stamp_bytes)
+    memory.check_space(folder, spec.num_bytes + stamp_bytes + (block_bytes if device.is_host else 0))
+    blocks = device.allocate(folder / _blocks_name(layout), block_bytes)
     made: list[SharedMemory] = []
     try:
-        for name, size in (
-            (_blocks_name(layout), block_bytes),
-            (STAMPS, stamp_bytes),
-            (DIRECTORY, spec.num_bytes),
-        ):
+        for name, size in ((STAMPS, stamp_bytes), (DIRECTORY, spec.num_bytes)):
             made.append(memory.create(folder / name, size))
     except Exception:
+        blocks.release((), unlink=True)
         for piece in made:
             piece.unlink()
             piece.close()
         raise
-    blocks, stamps, directory = made
+    stamps, directory = made
     stamp_array = wire_stamps.format_stamps(stamps.buffer, spec.num_blocks, spec.pool_epoch)
     # The directory's valid word comes last: it vouches for the other two files.
     formatted = wire_directory.format_directory(directory.buffer, spec)
@@ -143,9 +144,25 @@ def reopen_pool(folder: Path, layout: PoolLayout, boot_id: int) -> Pool | None:
             piece.close()
         return None
     found.header["boot_id"] = boot_id
-    pool = _pool(layout, blocks, directory, stamps, found, stamp_array)
+    pool = _pool(layout, HostBlocks(blocks), directory, stamps, found, stamp_array)
     pool.start_epoch(pool.pool_epoch, keep_sealed=True)
     return pool
+
+
+def invalidate(folder: Path) -> None:
+    """What is left of a pool whose blocks went with the process that had them: attached processes see that it is over,
+    and nobody takes it up."""
+    try:
+        left = memory.reopen(folder / DIRECTORY)
+    except (OSError, ValueError):
+        return
+    try:
+        wire_directory.open_directory(left.buffer).header["valid"] = 0
+    except ValueError:
+        pass
+    finally:
+        left.close()
+    remove(folder)
 
 
 def remove(folder: Path) -> None:
@@ -161,14 +178,14 @@ def _blocks_name(layout: PoolLayout) -> str:
 
 def _pool(
     layout: PoolLayout,
-    blocks: SharedMemory,
+    blocks: BlocksMemory,
     directory_memory: SharedMemory,
     stamps_memory: SharedMemory,
     directory: Directory,
     stamps: U64Array,
 ) -> Pool:
     num_blocks = len(directory.blocks)
-    flat = torch.frombuffer(blocks.mapping, dtype=layout.dtype)
+    flat = blocks.flat(layout.dtype)
     order = Layout.HND if layout.head_layout == types_pb2.HEAD_LAYOUT_HND else Layout.NHD
     views: dict[int, dict[int, torch.Tensor]] = {}
     for place in layout.places(num_blocks):

@@ -77,6 +77,7 @@ class Runs:
         self._state = state
         self._totals = totals
         self._arenas = arenas
+        self._device = state.identity.device
 
     def open_plan(self, stream: Stream, plan: compute_pb2.Plan, deadline: float | None) -> int:
         """Apply the plan's grants, check it and pin its blocks; returns the newest grant's number."""
@@ -140,7 +141,7 @@ class Runs:
         if tensors.key is not None and tensors.value is not None:
             if not unchanged:
                 holding.occupancy.occupy(batch.written_ids, batch.written_generations, session.session_id)
-            kernels.write(prepared, tensors.key, tensors.value, layer)
+            kernels.write(prepared, self._device.inbound(tensors.key), self._device.inbound(tensors.value), layer)
             plan.written_layers.add(run.layer)
             if len(plan.written_layers) == len(layout.layers):
                 holding.occupancy.fill(batch.written_ids, batch.write_ends)
@@ -157,17 +158,22 @@ class Runs:
         assert tensors.out is not None
         out = tensors.out.tensor
         lse = None if tensors.lse is None else tensors.lse.tensor
-        if not holding.processes.some():
+        if self._device.is_host and not holding.processes.some():
             kernels.attend(prepared, tensors.query, layer, out=out, lse=lse)
             return
         # An attached process may begin a new occupant while the kernel reads. Stamps come before bytes, so looking once
         # more shows it; until then nobody sees the result.
-        seen, seen_lse = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
-        kernels.attend(prepared, tensors.query, layer, out=seen, lse=seen_lse)
-        holding.occupancy.check_current(batch.ids, batch.generations)
-        out.copy_(seen)
+        query = self._device.inbound(tensors.query)
+        dtype = out.dtype if self._device.is_host else query.dtype
+        seen = torch.empty(query.shape, dtype=dtype, device=query.device)
+        seen_lse = None if lse is None else torch.empty(lse.shape, dtype=lse.dtype, device=query.device)
+        kernels.attend(prepared, query, layer, out=seen, lse=seen_lse)
+        results = [(out, self._device.outbound(seen))]
         if lse is not None and seen_lse is not None:
-            lse.copy_(seen_lse)
+            results.append((lse, self._device.outbound(seen_lse)))
+        holding.occupancy.check_current(batch.ids, batch.generations)
+        for wanted, found in results:
+            wanted.copy_(found)
 
     def _count(self, batch: Batch, layout: PoolLayout, *, wrote: bool, attended: bool) -> None:
         totals, token_bytes = self._totals, len(ROLES) * layout.role_block_bytes // layout.block_tokens

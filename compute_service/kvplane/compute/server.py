@@ -28,12 +28,11 @@ from kvplane.compute.execute import ExecuteStreams
 from kvplane.compute.executor import Executor
 from kvplane.compute.identity import FEATURES, identity_of, max_blocks, registration_of
 from kvplane.compute.metrics import Gauges, Metrics
-from kvplane.compute.pool import reopen_pool
+from kvplane.compute.pool import invalidate, reopen_pool
 from kvplane.compute.runs import Runs
 from kvplane.compute.servicers import ComputeServicer
 from kvplane.compute.state import Holding, ShardState
 from kvplane.compute.tickets import Tickets
-from kvplane.kernels.cpu.warm_up import warm_up
 from kvplane.v1 import compute_pb2, registry_pb2, types_pb2
 from kvplane.v1.compute_pb2_grpc import add_ComputeServiceServicer_to_server
 from kvplane.wire.options import server_options
@@ -75,15 +74,20 @@ class ComputeServer:
         if config.threads is not None:
             kernels.set_num_threads(config.threads)
         self._started.callback(os.close, memory.claim(state.identity.folder))
-        pool = reopen_pool(state.identity.folder, layout, state.identity.boot_id)
+        device, pool = state.identity.device, None
+        if device.survives:
+            pool = reopen_pool(state.identity.folder, layout, state.identity.boot_id)
+        else:
+            invalidate(state.identity.folder)
+            self._started.callback(self._give_up_pool)
         if pool is None:
-            max_blocks(config, layout)
+            max_blocks(config, state.identity)
         else:
             state.holding = Holding.of(pool, state.identity.folder)
             _log.info("memory taken up", pool_epoch=pool.pool_epoch, num_blocks=pool.num_blocks)
-        await asyncio.to_thread(warm_up, (layout.dtype,))
+        await asyncio.to_thread(device.warm_up, layout)
         await asyncio.to_thread(crc32c.warm_up)
-        self._executor = Executor(config.queue_capacity)
+        self._executor = Executor(config.queue_capacity, device.run)
         self._started.push_async_callback(self._executor.close)
         self._events = Events()
         self._arenas = Arenas(config.arena_bytes)
@@ -112,6 +116,7 @@ class ComputeServer:
             self._http = prometheus_client.start_http_server(int(port), host, self.metrics.registry)
             self._started.callback(_stop_http, *self._http)
         await self._publish_health()
+        _log.info("device", device=device.name, index=device.index)
         _log.info("listening", addresses=self.addresses, boot_id=state.identity.boot_id)
 
     async def stop(self) -> None:
@@ -121,6 +126,13 @@ class ComputeServer:
         await self._publish_health()
         await self._started.aclose()
         _log.info("stopped")
+
+    def _give_up_pool(self) -> None:
+        """Its blocks go with this process."""
+        holding, self.state.holding = self.state.holding, None
+        if holding is not None:
+            users = [each.pidfd for each in holding.processes.all() if each.pidfd is not None]
+            holding.pool.release(users, unlink=True)
 
     async def _stop_following(self) -> None:
         if self._following is not None:

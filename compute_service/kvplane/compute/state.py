@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvplane.compute.device import Device
 from kvplane.compute.layout import PoolLayout
 from kvplane.compute.occupancy import Occupancy
 from kvplane.compute.pool import Pool
@@ -30,6 +31,7 @@ class ShardIdentity:
     layout: PoolLayout
     folder: Path
     """Where the shared memory's names are."""
+    device: Device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

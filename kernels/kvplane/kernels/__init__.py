@@ -16,6 +16,7 @@ from kvplane.kernels.api import (
 )
 from kvplane.kernels.cpu.threads import get_num_threads, set_num_threads
 from kvplane.kernels.errors import (
+    DeviceError,
     DtypeError,
     KernelError,
     ShapeError,
@@ -29,6 +30,7 @@ from kvplane.kernels.planning import AttentionPlan, plan
 
 __all__ = [
     "AttentionPlan",
+    "DeviceError",
     "DtypeError",
     "KernelError",
     "KvGeometry",

@@ -9,6 +9,7 @@ from kvplane.kernels.backend import backend_for
 from kvplane.kernels.errors import DtypeError, ShapeError, SlotError, StrideError
 from kvplane.kernels.paged_kv import NULL_BLOCK, SUPPORTED_DTYPES, KvGeometry, PagedKv
 from kvplane.kernels.planning import AttentionPlan, Integers, integers
+from kvplane.kernels.quantise import QUANTISED_DTYPES
 
 
 def attend(
@@ -48,7 +49,8 @@ def attend(
 def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> None:
     """Store this step's keys and values at the plan's slots; rows whose slot is -1 are skipped.
 
-    `key` and `value` [rows, kv_heads, head_dim] in the cache's dtype; rows beyond the plan's (a padded batch)
+    `key` and `value` [rows, kv_heads, head_dim] in the cache's dtype, or in that of queries for a quantised cache,
+    whose scales are then divided by (quantise.py has how it rounds); rows beyond the plan's (a padded batch)
     are ignored. Raises ShapeError, DtypeError or StrideError.
     """
     geometry = plan.geometry
@@ -61,8 +63,9 @@ def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> No
         ):
             limit = f"[{plan.num_tokens} or more, {geometry.num_kv_heads}, {geometry.head_dim}] expected"
             raise ShapeError(name, f"{limit}, got {tuple(rows.shape)}")
-        if rows.dtype != geometry.dtype or rows.device != geometry.device:
-            raise DtypeError(name, f"{geometry.dtype} on {geometry.device} expected, got {rows.dtype} on {rows.device}")
+        allowed = SUPPORTED_DTYPES if geometry.dtype in QUANTISED_DTYPES else (geometry.dtype,)
+        if rows.dtype not in allowed or rows.device != geometry.device:
+            raise DtypeError(name, f"{allowed} on {geometry.device} expected, got {rows.dtype} on {rows.device}")
         if rows.stride(2) != 1:
             raise StrideError(name, f"the head dimension must be contiguous, its stride is {rows.stride(2)}")
     backend_for(geometry.device).write(plan, key, value, layer)

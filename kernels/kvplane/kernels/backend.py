@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvplane.kernels.cuda import emulation
 from kvplane.kernels.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 class Backend(Protocol):
     """The operations of one kind of device. Arguments were validated by the caller, api.py or planning.py."""
+
+    def prepare_layer(self, layer: "PagedKv") -> Any:
+        """The backend's own part of a layer: checks and device copies, made when a pool is."""
+        ...
 
     def prepare(self, plan: "AttentionPlan") -> Any:
         """The backend's own part of a plan: work list, workspace, device copies."""
@@ -59,8 +64,36 @@ def _cpu() -> Backend:
     return CpuBackend()
 
 
+@functools.cache
+def _cuda() -> Backend:
+    try:
+        from kvplane.kernels.cuda.backend import cuda_backend
+
+        return cuda_backend()
+    except ImportError as error:
+        raise UnsupportedFeatureError("device", f"CUDA needs the extra kvplane[gpu]: {error}") from error
+
+
+@functools.cache
+def _emulated() -> Backend:
+    emulation.prepare_interpreter()
+    from kvplane.kernels.cuda.backend import emulated_backend
+
+    return emulated_backend()
+
+
 def backend_for(device: torch.device) -> Backend:
     """The backend of a device; raises UnsupportedFeatureError where none is built."""
     if device.type == "cpu":
-        return _cpu()
-    raise UnsupportedFeatureError("device", f"no backend for {device} is built; the CPU has one")
+        return _emulated() if emulation.wanted() else _cpu()
+    if device.type == "cuda":
+        return _cuda()
+    raise UnsupportedFeatureError("device", f"no backend for {device} is built; CPU and CUDA have one")
+
+
+def prepared_layer(layer: "PagedKv") -> Any:
+    """The backend's own part of a layer. The CPU has none, so wrapping tensors there loads no compiler."""
+    device = layer.geometry.device
+    if device.type in ("cpu", "meta") and not emulation.wanted():
+        return None
+    return backend_for(device).prepare_layer(layer)

@@ -35,3 +35,7 @@ class SlotError(KernelError):
 
 class UnsupportedFeatureError(KernelError):
     """A feature is part of the interface but not built for this backend."""
+
+
+class DeviceError(KernelError):
+    """A device, its driver or its memory is not there, or a handle of another process's memory does not open."""

@@ -3,15 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvplane.kernels.backend import prepared_layer
 from kvplane.kernels.errors import DtypeError, ShapeError, StrideError, UnsupportedFeatureError
+from kvplane.kernels.quantise import QUANTISED_DTYPES, per_head
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of rows: queries, outputs, new keys and values. Caches may be quantised as well."""
+CACHE_DTYPES = (*SUPPORTED_DTYPES, *QUANTISED_DTYPES)
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 256
 HEAD_DIM_MULTIPLE = 16
@@ -62,17 +67,19 @@ class PagedKv:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    key_scale: Tensor | None
+    key_scale: Tensor | None  # float32 [kv_heads], of a quantised cache; None means 1
     value_scale: Tensor | None
     geometry: KvGeometry = field(init=False)
     address_table: NDArray[np.int64] = field(init=False)
+    prepared: Any = field(init=False, repr=False)  # the backend's own: device copies
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "geometry", _checked_geometry(self.keys, self.values))
         object.__setattr__(self, "address_table", _address_table(self.keys, self.values))
+        facts = self.geometry
         for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
-            if scale is not None:
-                raise UnsupportedFeatureError(name, "scaled (quantised) caches are not built yet; pass None")
+            object.__setattr__(self, name, per_head(name, scale, facts.dtype, facts.num_kv_heads, facts.device))
+        object.__setattr__(self, "prepared", prepared_layer(self))
 
     @classmethod
     def of(
@@ -87,7 +94,8 @@ class PagedKv:
         """Wrap block tensors: one each, or one per segment.
 
         Shapes: [blocks, kv_heads, block_size, head_dim] for HND, [blocks, block_size, kv_heads, head_dim] for
-        NHD.
+        NHD. `key_scale` and `value_scale`, for float8_e4m3fn and int8: one number, or one per KV head; a value is what
+        is stored times its scale.
         Raises ShapeError, DtypeError, StrideError or UnsupportedFeatureError.
         """
         segments_of_keys = (keys,) if isinstance(keys, Tensor) else tuple(keys)
@@ -102,13 +110,26 @@ class PagedKv:
         return cls(segments_of_keys, segments_of_values, key_scale, value_scale)
 
     @classmethod
-    def interleaved(cls, blocks: Tensor | Sequence[Tensor], *, layout: Layout = Layout.HND) -> "PagedKv":
+    def interleaved(
+        cls,
+        blocks: Tensor | Sequence[Tensor],
+        *,
+        layout: Layout = Layout.HND,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> "PagedKv":
         """Wrap tensors whose block holds K, then V: [blocks, 2, …] with … as in `of`."""
         segments = (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
         for segment in segments:
             if segment.dim() != 5 or segment.shape[1] != 2:
                 raise ShapeError("blocks", f"[blocks, 2, …] expected, got shape {tuple(segment.shape)}")
-        return cls.of([s[:, 0] for s in segments], [s[:, 1] for s in segments], layout=layout)
+        return cls.of(
+            [s[:, 0] for s in segments],
+            [s[:, 1] for s in segments],
+            layout=layout,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
 
 
 def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> KvGeometry:
@@ -116,8 +137,8 @@ def _checked_geometry(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> K
         raise ShapeError("values", f"as many segments as keys expected, got {len(values)} for {len(keys)}")
     first = keys[0]
     _, num_kv_heads, block_size, head_dim = first.shape
-    if first.dtype not in SUPPORTED_DTYPES:
-        raise UnsupportedFeatureError("keys.dtype", f"{first.dtype} is not one of {SUPPORTED_DTYPES}")
+    if first.dtype not in CACHE_DTYPES:
+        raise UnsupportedFeatureError("keys.dtype", f"{first.dtype} is not one of {CACHE_DTYPES}")
     if not HEAD_DIM_MULTIPLE <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
         raise ShapeError("head_dim", f"a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM} expected, got {head_dim}")
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -40,12 +41,8 @@ class AttentionPlan:
     window: int | None
     soft_cap: float | None
     shared_prefix_tokens: int
-    # Part of the interface, not built yet: `plan` refuses anything but None. Sinks are logits
-    # [num_query_heads] that take part in the softmax and carry no value; a tree mask says which of this
-    # step's tokens a row may see.
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    tree_mask: Tensor | None = None
+    sinks: Tensor | None = None  # float32 [num_query_heads]
+    alibi_slopes: Tensor | None = None  # float32 [num_query_heads]
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     work: Any = field(init=False, repr=False)  # the backend's own: work list, workspace, device copies
 
@@ -84,13 +81,15 @@ def plan(
     c * tanh(score / c). `shared_prefix_tokens`: a multiple of the block size; the tables of all sequences
     agree on it, and it is read once for the whole batch (cascade). `slots` [rows] overrides where new keys
     and values go; all -1 makes a plan that only reads, whose tables may name a block in two places.
+    `sinks` [num_query_heads]: logits that take part in the softmax of every row that sees a key, and carry no
+    value. `alibi_slopes` [num_query_heads], causal only: slope * (key position - query position) is added to a
+    score, after the soft cap. `tree_mask` is part of the interface and not built: anything but None is refused.
 
     A sequence of length 0 is padding: its rows come out as zeros with LSE -inf, and nothing is written.
     Raises ShapeError, DtypeError, TableError, SlotError or UnsupportedFeatureError.
     """
-    for name, feature in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("tree_mask", tree_mask)):
-        if feature is not None:
-            raise UnsupportedFeatureError(name, "not built yet; pass None")
+    if tree_mask is not None:
+        raise UnsupportedFeatureError("tree_mask", "not built yet; pass None")
     lengths = integers("sequence_lengths", sequence_lengths, 1)
     queries = np.ones_like(lengths) if query_lengths is None else integers("query_lengths", query_lengths, 1)
     tables = integers("block_tables", block_tables, 2)
@@ -101,6 +100,8 @@ def plan(
         raise ShapeError("soft_cap", f"a positive number expected, got {soft_cap}")
     if scale is not None and not abs(scale) < float("inf"):
         raise ShapeError("scale", f"a finite number expected, got {scale}")
+    if alibi_slopes is not None and not causal:
+        raise UnsupportedFeatureError("alibi_slopes", "are built for causal attention only")
     first_visible = np.zeros_like(lengths)
     if window is not None:
         first_visible = np.maximum(lengths - queries + 1 - window, 0)
@@ -124,7 +125,20 @@ def plan(
         window=window,
         soft_cap=soft_cap,
         shared_prefix_tokens=shared_prefix_tokens,
+        sinks=_per_head("sinks", sinks, num_query_heads, geometry),
+        alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_query_heads, geometry),
     )
+
+
+def _per_head(name: str, values: Tensor | None, num_query_heads: int, geometry: KvGeometry) -> Tensor | None:
+    """A copy in float32 on the layer's device."""
+    if values is None:
+        return None
+    if values.shape != (num_query_heads,):
+        raise ShapeError(name, f"one per query head, ({num_query_heads},), expected, got {tuple(values.shape)}")
+    if not values.is_floating_point():
+        raise DtypeError(name, f"a floating point tensor expected, got {values.dtype}")
+    return values.detach().to(geometry.device, torch.float32, copy=True).contiguous()
 
 
 def _frozen(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:

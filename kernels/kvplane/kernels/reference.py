@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvplane.kernels.paged_kv import PagedKv
 from kvplane.kernels.planning import AttentionPlan
+from kvplane.kernels.quantise import QUANTISED_DTYPES, quantised
 
 
 def slot_of(layer: PagedKv, block: int, offset: int) -> tuple[Tensor, Tensor]:
@@ -35,18 +36,32 @@ def attend(plan: AttentionPlan, query: Tensor, layer: PagedKv) -> tuple[Tensor, 
             if last >= first:
                 visible = slots[first - start : last + 1 - start]
                 key, value = (torch.stack(part).double() for part in zip(*visible, strict=True))
+                if layer.key_scale is not None:
+                    key = key * layer.key_scale.cpu().double()[:, None]
+                if layer.value_scale is not None:
+                    value = value * layer.value_scale.cpu().double()[:, None]
                 key, value = (part.repeat_interleave(plan.group_size, 1) for part in (key, value))
                 scores = torch.einsum("hd,khd->hk", query[row].double(), key) * plan.scale
                 if plan.soft_cap is not None:
                     scores = plan.soft_cap * torch.tanh(scores / plan.soft_cap)
+                if plan.alibi_slopes is not None:
+                    distance = torch.arange(first, last + 1) - position
+                    scores += plan.alibi_slopes.cpu().double()[:, None] * distance
+                if plan.sinks is not None:
+                    scores = torch.cat([scores, plan.sinks.cpu().double()[:, None]], 1)
                 lse[row] = torch.logsumexp(scores, 1)
-                out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, 1), value)
+                out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, 1)[:, : len(visible)], value)
             row += 1
     return out, lse
 
 
 def write(plan: AttentionPlan, key: Tensor, value: Tensor, layer: PagedKv) -> None:
     """As `kvplane.kernels.write`."""
+    if layer.geometry.dtype in QUANTISED_DTYPES:
+        key, value = (
+            quantised(rows, scales, layer.geometry.dtype)
+            for rows, scales in ((key, layer.key_scale), (value, layer.value_scale))
+        )
     for row, slot in enumerate(plan.slots.tolist()):
         if slot >= 0:
             to_key, to_value = slot_of(layer, slot // plan.geometry.block_size, slot % plan.geometry.block_size)

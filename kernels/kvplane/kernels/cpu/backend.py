@@ -11,10 +11,11 @@ from torch import Tensor
 from kvplane.kernels.cpu import blocks as block_kernels
 from kvplane.kernels.cpu.merge import merge_partials
 from kvplane.kernels.cpu.narrow import attend_narrow
-from kvplane.kernels.cpu.simd import HAS_BF16_DOT, TAG_BF16, TAG_F16, TAG_F32
+from kvplane.kernels.cpu.simd import HAS_BF16_DOT, TAG_BF16, TAG_E4M3, TAG_F16, TAG_F32, TAG_INT8
 from kvplane.kernels.cpu.threads import run_on_all
 from kvplane.kernels.cpu.wide import attend_wide
 from kvplane.kernels.cpu.work import CpuWork, prepare
+from kvplane.kernels.quantise import QUANTISED_DTYPES, quantised
 
 if TYPE_CHECKING:
     from kvplane.kernels.paged_kv import PagedKv
@@ -24,6 +25,8 @@ STORAGE_TAGS: dict[torch.dtype, Any] = {
     torch.float32: TAG_F32,
     torch.bfloat16: TAG_BF16,
     torch.float16: TAG_F16,
+    torch.float8_e4m3fn: TAG_E4M3,
+    torch.int8: TAG_INT8,
 }
 # Waking another thread costs about as much as moving this many bytes.
 _BYTES_WORTH_A_THREAD = 256 * 1024
@@ -33,12 +36,23 @@ def _counter() -> NDArray[np.int64]:
     return np.zeros(1, np.int64)
 
 
+def _per_head(values: Tensor | None) -> NDArray[np.float32]:
+    return np.empty(0, np.float32) if values is None else values.numpy()
+
+
+def _scales(scales: Tensor | None, layer: "PagedKv") -> NDArray[np.float32]:
+    return np.ones(layer.geometry.num_kv_heads, np.float32) if scales is None else scales.numpy()
+
+
 def _useful_threads(moved_bytes: int) -> int:
     return 1 + moved_bytes // _BYTES_WORTH_A_THREAD
 
 
 class CpuBackend:
     """Stateless; safe under any number of callers. Results do not depend on the number of threads."""
+
+    def prepare_layer(self, layer: "PagedKv") -> None:
+        """Nothing: kernels take `PagedKv.address_table` as it is."""
 
     def prepare(self, plan: "AttentionPlan") -> CpuWork:
         """Work list and workspace."""
@@ -58,10 +72,10 @@ class CpuBackend:
             for kernel, items in ((attend_wide, work.wide), (attend_narrow, work.narrow)):
                 if len(items):
                     self._run_items(kernel, plan, layer, items, queries, dot, useful)
-            counter = _counter()
+            counter, sinks = _counter(), _per_head(plan.sinks)
             run_on_all(
                 lambda: merge_partials(
-                    work.tokens, counter, work.partial_output, work.partial_lse, work.output, result
+                    work.tokens, counter, work.partial_output, work.partial_lse, sinks, work.output, result
                 ),
                 _useful_threads(work.partial_output.nbytes),
             )
@@ -95,13 +109,20 @@ class CpuBackend:
             plan.group_size,
             np.float32(plan.scale),
             np.float32(plan.soft_cap or 0),
+            _per_head(plan.alibi_slopes),
+            _scales(layer.key_scale, layer),
+            _scales(layer.value_scale, layer),
             work.partial_output,
             work.partial_lse,
         )
         run_on_all(lambda: kernel(*arguments), min(useful, len(items)))
 
     def write(self, plan: "AttentionPlan", key: Tensor, value: Tensor, layer: "PagedKv") -> None:
-        """Copy rows to slots."""
+        """Copy rows to slots, quantised where the cache is."""
+        if plan.geometry.dtype in QUANTISED_DTYPES:
+            rows = plan.num_tokens
+            key = quantised(key[:rows], layer.key_scale, plan.geometry.dtype)
+            value = quantised(value[:rows], layer.value_scale, plan.geometry.dtype)
         size = plan.geometry.dtype.itemsize
         row_bytes = plan.geometry.head_dim * size
         arguments = (

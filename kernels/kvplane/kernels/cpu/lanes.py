@@ -81,6 +81,7 @@ def softmax_lanes(
     scale: np.float32,
     soft_cap: np.float32,
     masked: bool,
+    biased: bool,
     state: int,
     count: int,
     output: int,
@@ -88,8 +89,9 @@ def softmax_lanes(
 ) -> None:
     """Raw scores [count, lanes] become exp(score - running maximum of the lane).
 
-    `state` has four rows of lanes: first and end visible token of this tile (read if `masked`), running
-    maximum and running sum; the last two are updated, and `output` [dim, lanes] shrinks to the new maximum.
+    `state` has six rows of lanes: first and end visible token of this tile (read if `masked`), running maximum
+    and running sum, and what is added to the first score and how much more for each after it (if `biased`).
+    Maximum and sum are updated, and `output` [dim, lanes] shrinks to the new maximum.
     """
     for lane in range(0, WIDE_BYTES, 64):
         low = load(TAG_F32, state + lane)
@@ -102,6 +104,9 @@ def softmax_lanes(
             x = mul(load(TAG_F32, at), splat(scale))
             if soft_cap > 0:
                 x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
+            if biased:
+                bias = load(TAG_F32, state + 4 * WIDE_BYTES + lane)
+                x = add(x, fma(splat(np.float32(t)), load(TAG_F32, state + 5 * WIDE_BYTES + lane), bias))
             if masked:
                 x = keep_between(x, low, high, np.float32(t))
             store(at, x)

@@ -15,10 +15,14 @@ def merge_partials(
     counter: NDArray[np.int64],
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
+    sinks: NDArray[np.float32],
     output: NDArray[np.float32],
     lse: NDArray[np.float32],
 ) -> None:
-    """Weigh each row's partials by exp(LSE) in the order of its splits; without any: 0 and LSE -inf."""
+    """Weigh each row's partials by exp(LSE) in the order of its splits; without any: 0 and LSE -inf.
+
+    `sinks` [heads], or none: logits without a value.
+    """
     heads = output.shape[1]
     dim = output.shape[2]
     while True:
@@ -42,7 +46,13 @@ def merge_partials(
                     for d in range(dim):
                         output[token, head, d] += weight * partial_output[i, head, d]
             seen = total > 0 or total != total
-            inverse = np.float32(1) / total if seen else np.float32(0)
+            shrink = np.float32(1)
+            if seen and sinks.shape[0] > 0:
+                with_sink = max(safe, sinks[head])
+                shrink = np.exp(safe - with_sink)
+                total = total * shrink + np.exp(sinks[head] - with_sink)
+                safe = with_sink
+            inverse = shrink / total if seen else np.float32(0)
             for d in range(dim):
                 output[token, head, d] *= inverse
             lse[token, head] = safe + np.log(total) if seen else MINUS_INFINITY

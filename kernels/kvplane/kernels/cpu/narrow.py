@@ -41,6 +41,7 @@ def softmax_rows(
     low: NDArray[np.int64],
     high: NDArray[np.int64],
     bounds: NDArray[np.float32],
+    biases: NDArray[np.float32],
     count: int,
     state: int,
     factors: NDArray[np.float32],
@@ -49,7 +50,8 @@ def softmax_rows(
 
     A vector holds four tokens of four rows. `state` has two vectors: the running maximum, the same for all
     tokens of a row, and the running sum, apart for each. `factors` is what the rows' outputs shrink by.
-    `bounds` is scratch.
+    `bounds` is scratch. `biases` [2, 16], or none: added to the first four tokens of each row, and how much more
+    for each token after them.
     """
     all_low, all_high = 0, count
     for lane in range(16):
@@ -66,6 +68,9 @@ def softmax_rows(
         x = load(TAG_F32, scores + v * 16)
         if soft_cap > 0:
             x = mul(splat(soft_cap), tanh(mul(x, splat(np.float32(1) / soft_cap))))
+        if biases.shape[0] > 0:
+            bias = address_of(biases)
+            x = add(x, fma(splat(np.float32(v)), load(TAG_F32, bias + 64), load(TAG_F32, bias)))
         if v < all_low or v + ROWS > all_high:
             x = keep_between(x, first, last, np.float32(v))
         store(scores + v * 16, x)
@@ -149,12 +154,16 @@ def attend_narrow(
     group: int,
     scale: np.float32,
     soft_cap: np.float32,
+    slopes: NDArray[np.float32],
+    key_scales: NDArray[np.float32],
+    value_scales: NDArray[np.float32],
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
 ) -> None:
     """Work through `items` until `counter` passes their number; any number of threads may share one counter.
 
-    See work.py for the columns of `items` and `tokens`. Writes the partial outputs and LSEs of its items.
+    See work.py for the columns of `items` and `tokens`. `slopes` [query heads], or none, are ALiBi's.
+    Scales are per KV head. Writes the partial outputs and LSEs of its items.
     """
     dim = query.shape[2]
     heads = query.shape[1] // group
@@ -163,6 +172,8 @@ def attend_narrow(
     scores = np.zeros((TILE, ROWS), np.float32)
     factors = np.empty(16, np.float32)
     bounds = np.empty((2, 16), np.float32)
+    biases = np.empty((2 if slopes.shape[0] > 0 else 0, 16), np.float32)
+    row_position = np.zeros(NARROW_ROWS, np.int64)
     row_low = np.zeros(NARROW_ROWS, np.int64)
     row_high = np.zeros(NARROW_ROWS, np.int64)
     low = np.zeros(ROWS, np.int64)
@@ -189,6 +200,7 @@ def attend_narrow(
             token = members[(first + min(r, rows - 1)) // group]
             row_low[r] = tokens[token, 0]
             row_high[r] = tokens[token, 1]
+            row_position[r] = tokens[token, 5]
         for head in range(head_begin, head_end):
             for r in range(padded):
                 for lane in range(r % ROWS, 16, ROWS):
@@ -197,7 +209,9 @@ def attend_narrow(
                 token = members[(first + min(r, rows - 1)) // group]
                 column = head * group + (first + r) % group
                 for d in range(dim):
-                    queries[head, r, d] = query[token, column, d] * scale if r < rows else np.float32(0)
+                    queries[head, r, d] = (
+                        query[token, column, d] * (scale * key_scales[head]) if r < rows else np.float32(0)
+                    )
                     output[head, r, d] = 0
         for start in range(begin, end, TILE):
             count = min(TILE, end - start)
@@ -207,6 +221,12 @@ def attend_narrow(
                     for j in range(ROWS):
                         low[j] = row_low[r + j] - start
                         high[j] = min(row_high[r + j] - start, count)
+                    if slopes.shape[0] > 0:
+                        for lane in range(16):
+                            row = r + lane % ROWS
+                            slope = slopes[head * group + (first + min(row, rows - 1)) % group]
+                            biases[0, lane] = slope * np.float32(start + lane // ROWS - row_position[row])
+                            biases[1, lane] = slope
                     at = (head * NARROW_ROWS + r) * row_bytes
                     score_tile(
                         tag,
@@ -224,6 +244,7 @@ def attend_narrow(
                         low,
                         high,
                         bounds,
+                        biases,
                         count,
                         address_of(state[head, r // ROWS]),
                         factors,
@@ -253,7 +274,7 @@ def attend_narrow(
                 for lane in range(r % ROWS, 16, ROWS):
                     total += state[head, r // ROWS, 1, lane]
                 seen = total > 0 or total != total
-                inverse = np.float32(1) / total if seen else np.float32(0)
+                inverse = value_scales[head] / total if seen else np.float32(0)
                 for d in range(dim):
                     partial_output[slot, column, d] = output[head, r, d] * inverse
                 top = state[head, r // ROWS, 0, r % ROWS]

@@ -24,11 +24,14 @@ LANES = 16
 TAG_F32 = np.float32(0)
 TAG_BF16 = np.uint16(0)
 TAG_F16 = np.int16(0)
+TAG_E4M3 = np.uint8(0)
+TAG_INT8 = np.int8(0)
 
 I32, I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS = ir.VectorType(_F32, LANES)
 INTS = ir.VectorType(I32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
 _HALFS = ir.VectorType(ir.HalfType(), LANES)
 _FUSE = ("contract",)
 _target: Any = cpu_target.target_context
@@ -127,6 +130,21 @@ def _half_to_float(builder: Any, raw: Any) -> Any:
     return builder.bitcast(builder.or_(unsigned, masked(0x8000, 16)), FLOATS)
 
 
+def _e4m3_to_float(builder: Any, raw: Any) -> Any:
+    """Sign, exponent and mantissa moved to where float32 has them; a product fixes the exponent, subnormals too."""
+    bits = builder.zext(raw, INTS)
+
+    def every(number: int) -> Any:
+        return ir.Constant(INTS, [number] * LANES)
+
+    low = builder.and_(bits, every(0x7F))
+    magnitude = builder.fmul(builder.bitcast(builder.shl(low, every(20)), FLOATS), constant(2.0**120))
+    special = builder.icmp_signed("==", low, every(0x7F))
+    unsigned = builder.select(special, every(0x7FC00000), builder.bitcast(magnitude, INTS))
+    sign = builder.shl(builder.and_(bits, every(0x80)), every(24))
+    return builder.bitcast(builder.or_(unsigned, sign), FLOATS)
+
+
 @intrinsic
 def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
     """Sixteen consecutive elements of the tag's storage type, as float32."""
@@ -134,6 +152,11 @@ def load(_typingctx: Any, tag: Any, _address: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         if tag == types.float32:
             return builder.load(pointer_to(builder, values[1], FLOATS), align=4)
+        if tag in (types.uint8, types.int8):
+            small = builder.load(pointer_to(builder, values[1], _BYTES), align=1)
+            if tag == types.uint8:
+                return _e4m3_to_float(builder, small)
+            return builder.sitofp(builder.sext(small, INTS), FLOATS)
         raw = builder.load(pointer_to(builder, values[1], _SHORTS), align=2)
         if tag == types.int16:
             return _half_to_float(builder, raw)

@@ -116,6 +116,9 @@ def attend_wide(
     group: int,
     scale: np.float32,
     soft_cap: np.float32,
+    slopes: NDArray[np.float32],
+    key_scales: NDArray[np.float32],
+    value_scales: NDArray[np.float32],
     partial_output: NDArray[np.float32],
     partial_lse: NDArray[np.float32],
 ) -> None:
@@ -137,8 +140,10 @@ def attend_wide(
     for t in range(TILE):
         score_rows[t] = address_of(scores) + t * WIDE_BYTES
     output = np.zeros((dim, WIDE), np.float32)
-    # bounds of lanes relative to a tile, top, total
-    state = np.zeros((4, WIDE), np.float32)
+    # bounds of lanes relative to a tile, top, total, bias and its step
+    state = np.zeros((6, WIDE), np.float32)
+    biased = slopes.shape[0] > 0
+    row_position = np.zeros(WIDE, np.int64)
     zeros = np.zeros(dim, np.float32)
     row_low = np.zeros(WIDE, np.int64)
     row_high = np.zeros(WIDE, np.int64)
@@ -154,6 +159,7 @@ def attend_wide(
         end = items[i, 4]
         split = items[i, 5]
         head = items[i, 6]
+        key_scale = np.float32(scale * key_scales[head])
         lowest_high = end
         highest_low = begin
         for r in range(WIDE):
@@ -161,6 +167,9 @@ def attend_wide(
             column = head * group + (first + min(r, rows - 1)) % group
             row_low[r] = tokens[token, 0]
             row_high[r] = tokens[token, 1]
+            row_position[r] = tokens[token, 5]
+            if biased:
+                state[5, r] = slopes[column]
             lowest_high = min(lowest_high, row_high[r])
             highest_low = max(highest_low, row_low[r])
             state[2, r] = MINUS_INFINITY
@@ -186,11 +195,16 @@ def attend_wide(
                 for r in range(WIDE):
                     state[0, r] = max(row_low[r] - start, 0)
                     state[1, r] = max(min(row_high[r] - start, TILE), 0)
+            if biased:
+                for r in range(WIDE):
+                    state[4, r] = state[5, r] * np.float32(start - row_position[r])
             for t in range(count):
                 for r in range(WIDE):
                     scores[t, r] = 0
             score_lanes(dot, address_of(key_tile), count, dim, query_rows, score_rows, ones)
-            softmax_lanes(score_rows[0], scale, soft_cap, masked, address_of(state), count, address_of(output), dim)
+            softmax_lanes(
+                score_rows[0], key_scale, soft_cap, masked, biased, address_of(state), count, address_of(output), dim
+            )
             # a masked tile stays float32: its values have to be searched for NaN
             in_pairs = dot and not masked
             if in_pairs:
@@ -211,7 +225,7 @@ def attend_wide(
             column = head * group + (first + r) % group
             total = state[3, r]
             seen = total > 0 or total != total
-            inverse = np.float32(1) / total if seen else np.float32(0)
+            inverse = value_scales[head] / total if seen else np.float32(0)
             for d in range(dim):
                 partial_output[slot, column, d] = output[d, r] * inverse
             partial_lse[slot, column] = state[2, r] + np.log(total) if seen else MINUS_INFINITY
