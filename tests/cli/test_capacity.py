@@ -88,10 +88,10 @@ def test_the_compute_service_makes_the_same_pool(case: dict[str, Any], pool_byte
         assert (identity.spec.first_kv_head, layout.num_kv_heads) == (shard.first_kv_head, shard.num_kv_heads)
         assert identity.spec.replicated == shard.replicated
         assert layout.block_bytes == shard.block_bytes
-        fits.append(max_blocks(config, layout))
+        fits.append(max_blocks(config, identity))
         identity.folder.mkdir(parents=True)
         spec = DirectorySpec(plan.num_blocks, layout.block_tokens, identity.model, 1, identity.boot_id, 1)
-        pool = create_pool(identity.folder, layout, spec)
+        pool = create_pool(identity.folder, layout, spec, identity.device)
         made = {path.name.partition("-")[0]: path.stat().st_size for path in identity.folder.iterdir()}
         pool.release(unlink=True)
         assert made["blocks"] == shard.tensor_bytes
@@ -111,7 +111,7 @@ def test_a_share_of_the_memory_is_split_as_the_service_splits_it(
     shape, deployment = full(30, 3, 64), Deployment("bfloat16")
     budget = sizes.parse_budget("80%", free, "memory")
     plan = capacity.plan(shape, deployment, capacity.pool_bytes_of_budget(shape, deployment, budget))
-    assert plan.num_blocks == max_blocks(config, identity_of(config).layout)
+    assert plan.num_blocks == max_blocks(config, identity_of(config))
 
 
 @pytest.mark.parametrize(("num_blocks", "length"), [(64, 40), (64, 16), (64, 1000), (200, 17), (8, 112)])

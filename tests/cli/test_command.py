@@ -112,7 +112,7 @@ def test_plan_prints_flags_that_make_the_pool(kvplane: Kvplane, tmp_path: Path) 
         settings = load([*flags[1:], "--memory-folder", str(tmp_path)])
         assert settings.rank == rank
         assert settings.window_tokens == 100
-        assert max_blocks(settings, identity_of(settings).layout) == made["num_blocks"]
+        assert max_blocks(settings, identity_of(settings)) == made["num_blocks"]
 
 
 def test_plan_of_layers_of_two_kinds(kvplane: Kvplane, tmp_path: Path) -> None:
