@@ -47,6 +47,8 @@ class RemoteCompute:
         self.num_kv_heads, self.head_dim = self.topology.num_kv_heads, self.topology.head_dim
         self.dtype, self.block_tokens = self.topology.dtype, self.topology.block_tokens
         self.transport: Literal["shm", "inline"] = "inline"
+        shards = range(len(self.topology.shards))
+        self.final_layer: int | None = min(max(self.topology.held_layers(shard)) for shard in shards)
         self._state = state
         self._plan_ids = itertools.count(1)
         self._open: set[RemotePlan] = set()
