@@ -29,7 +29,8 @@ class Rows(Protocol):
 class StepDraft:
     """Operations of one step. All lengths are absolute token counts.
 
-    Made by `Session.draft()` and sent once. Arrays of one call are parallel; single numbers are arrays of one.
+    Made by `Session.draft()` and sent once, or given up with `discard`: its new sequences take rows until then. Arrays
+    of one call are parallel; single numbers are arrays of one.
     Raises `InvalidArgumentError` for what fits no step whatever its state; the rest the service checks.
     """
 
