@@ -15,6 +15,8 @@ class CutProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.delay_seconds = 0.0
+        self.refuses = False
+        """Whether new connections are closed at once."""
         self.connections = 0
         self._open = threading.Event()
         self._open.set()
@@ -57,6 +59,9 @@ class CutProxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            if self.refuses:
+                near.close()
+                continue
             far = socket.socket(socket.AF_UNIX)
             try:
                 far.connect(str(Path(self._target)))

@@ -204,6 +204,31 @@ def test_an_answer_that_does_not_come_is_not_waited_for(proxied: tuple[Rig, CutP
     engine.finish(sequence)
 
 
+def test_a_plan_that_is_not_answered_is_not_drained(proxied: tuple[Rig, CutProxy]) -> None:
+    """One shard may still open it, and run the copies that came with it: its step completes with the next plan. A plan
+    that was refused, or never sent, holds nothing up."""
+    pool, proxy = proxied
+    session = Session.open(mode="remote", address=pool.service.address, max_sequences=8)
+    engine = Engine(session, open_compute(session, timeout_seconds=0.5), pool.oracle, None)
+    pool.engines.append(engine)
+    sequence = engine.admit(TOKENS)
+    step = session.state.last_step
+    for lengths in (([20], [20]), ([1], [10])):
+        with pytest.raises(InvalidArgumentError):
+            engine.compute.plan([sequence], *lengths, num_query_heads=8)
+        assert session.state.completed_step == step
+    session.run(session.draft())
+    step = session.state.last_step
+    proxy.hold()
+    with pytest.raises(DeadlineExceededError):
+        engine.compute.plan([sequence], [10], [10], num_query_heads=8)
+    assert session.state.completed_step < step
+    proxy.release()
+    engine.forward(sequence)
+    assert session.state.completed_step >= step
+    engine.finish(sequence)
+
+
 def test_large_tensors_get_a_larger_arena(tmp_path: Path) -> None:
     """More than the first arena holds; more than all arenas may hold is refused with the limit named."""
     with rig(tmp_path, change=lambda _: {"arena_bytes": 6 << 20, "max_blocks": 8192}) as pool:

@@ -1,5 +1,6 @@
 """A cache service that dies and comes back: sessions of the SDK go on by themselves, with what they had."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +11,15 @@ import numpy as np
 import pytest
 
 from client_rig import OpenSession
+from cut_proxy import CutProxy
 from kvplane.client import HitReason, StepResult
+from kvplane.client.aio_control import AioCacheControl
+from kvplane.client.control import GrpcCacheControl
 from kvplane.client.sequences import row_of
+from kvplane.v1 import cache_pb2
+from kvplane.wire.errors import InvalidArgumentError, UnavailableError
 from recovery.conftest import World
+from service_rig import wait_until
 from session_walk import Walk, same_as_service
 
 PROMPT = np.arange(40, dtype=np.uint32)
@@ -139,6 +146,174 @@ def test_restarts_in_the_middle_of_anything(
     stats = session.run(session.draft()).pool
     assert stats.held_blocks == stats.quarantined_blocks == 0
     assert stats.free_blocks + stats.cached_blocks == 23
+
+
+@pytest.mark.parametrize("submitted", ["before", "after"])
+def test_the_answer_to_a_declaration_is_lost(
+    world: Callable[..., World], open_session: OpenSession, submitted: str
+) -> None:
+    """The service has taken the declaration, and the stream breaks before it says so: it says it again, and steps go
+    on behind it, also one that was made while no stream was open."""
+    made = world()
+    proxy = CutProxy(made.service.address)
+    try:
+        session = open_session(address=proxy.address)
+        draft = session.draft()
+        sequence_id = draft.admit(PROMPT)
+        session.run(draft)
+        launch(session, made)
+        draft = session.draft()
+        draft.commit(sequence_id, 40)
+        session.run(draft)
+        draft = session.draft()
+        draft.advance(sequence_id, 7, 40, 64)
+        made.die()
+        session.submit(draft)
+        made.start()
+        proxy.delay_seconds = 0.15
+
+        def cut() -> None:
+            sessions = made.service.server.plane.pools["default"].sessions
+            wait_until(lambda: session.session_id in sessions and sessions[session.session_id].declared, "declared")
+            if submitted == "after":
+                proxy.refuses = True
+            proxy.cut()
+            proxy.delay_seconds = 0.0
+
+        cutter = threading.Thread(target=cut)
+        cutter.start()
+        count = 1
+        if submitted == "after":
+            with pytest.raises(UnavailableError):
+                session.collect(3.0)
+            draft = session.draft()
+            draft.extend(sequence_id, 80)
+            session.submit(draft)
+            count, proxy.refuses = 2, False
+        results = [session.collect(10.0) for _ in range(count)]
+        cutter.join()
+        assert [cut.reason for cut in results[0].cuts] in ([], ["NEVER_WRITTEN"])
+        assert session.sequences.known[row_of(sequence_id)] == 41
+        made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+    finally:
+        proxy.close()
+
+
+def test_a_second_restart_while_the_first_is_mended(
+    world: Callable[..., World], open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service dies again between the answer to OpenSession and the stream: the engine is told nothing of it."""
+    made = world()
+    session = open_session(address=made.service.address)
+    draft = session.draft()
+    sequence_id = draft.admit(PROMPT)
+    session.run(draft)
+    launch(session, made)
+    again = [True]
+
+    def restart_once() -> None:
+        again.clear()
+        made.restart()
+
+    opened, aio_opened = GrpcCacheControl.open_session, AioCacheControl.open_session
+
+    def open_sync(self: Any, request: Any) -> Any:
+        response = opened(self, request)
+        if again:
+            restart_once()
+            _reconnect(lambda: self.list_pools(cache_pb2.ListPoolsRequest()))
+        return response
+
+    async def open_aio(self: Any, request: Any) -> Any:
+        response = await aio_opened(self, request)
+        if again:
+            await asyncio.to_thread(restart_once)
+            while True:
+                try:
+                    await self.list_pools(cache_pb2.ListPoolsRequest())
+                    return response
+                except UnavailableError:
+                    await asyncio.sleep(0.01)
+        return response
+
+    monkeypatch.setattr(GrpcCacheControl, "open_session", open_sync)
+    monkeypatch.setattr(AioCacheControl, "open_session", open_aio)
+    made.restart()
+    draft = session.draft()
+    draft.observe(sequence_id, [7])
+    session.run(draft)
+    assert not again
+    assert session.sequences.known[row_of(sequence_id)] == 41
+    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+
+
+def test_a_step_that_was_made_without_knowing_a_cut(world: Callable[..., World], open_session: OpenSession) -> None:
+    """The first step after the declaration is refused, so nobody was told yet what was cut: the next one commits no
+    more than was kept, and its result tells."""
+    made = world()
+    session = open_session(address=made.service.address)
+    draft = session.draft()
+    sequence_id = draft.admit(PROMPT)
+    session.run(draft)
+    row = row_of(sequence_id)
+    draft = session.draft()
+    draft.commit(sequence_id, 40)
+    session.run(draft)
+    # Only the first block was stamped: the others cannot have been written.
+    table = session.sequences
+    for shard in made.shards:
+        shard.stamp(table.blocks[row, :1].astype(np.int64), table.generations[row, :1])
+    bad = session.draft()
+    bad.finish(sequence_id + (9 << 32))
+    made.die()
+    session.submit(bad)
+    made.start()
+    with pytest.raises(InvalidArgumentError):
+        session.collect()
+    draft = session.draft()
+    draft.advance(sequence_id, 7, 40, 48)
+    result = session.run(draft)
+    (cut,) = result.cuts
+    assert 0 < cut.num_slots < 40
+    assert (table.known[row], table.committed[row]) == (41, cut.num_slots)
+    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+
+
+def test_a_copy_that_was_lost_is_not_committed(world: Callable[..., World], open_session: OpenSession) -> None:
+    """A child's tail was stamped and not copied when the service died. The step on its way says that the child has its
+    parent's committed tokens: it has its whole blocks only."""
+    made = world()
+    session = open_session(address=made.service.address)
+    draft = session.draft()
+    parent = draft.admit(PROMPT)
+    session.run(draft)
+    launch(session, made)
+    draft = session.draft()
+    draft.commit(parent, 40)
+    session.run(draft)
+    draft = session.draft()
+    (child,) = draft.fork(parent)
+    assert session.run(draft).copies
+    launch(session, made)
+    draft = session.draft()
+    draft.advance(child, 7, 40, 42)
+    made.die()
+    session.submit(draft)
+    made.start()
+    result = session.collect()
+    row = row_of(child)
+    assert [(cut.sequence_id, cut.num_slots) for cut in result.cuts] == [(child, 32)]
+    assert (session.sequences.known[row], session.sequences.committed[row]) == (41, 32)
+    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+
+
+def _reconnect(call: Callable[[], Any]) -> None:
+    while True:
+        try:
+            call()
+            return
+        except UnavailableError:
+            time.sleep(0.01)
 
 
 def test_an_idle_session_resumes_by_its_heartbeat(world: Callable[..., World], open_session: OpenSession) -> None:

@@ -158,6 +158,25 @@ def test_drafts_refuse_what_fits_no_step(running: Running, open_session: OpenSes
     assert session.state.last_step == 1
 
 
+def test_a_refused_operation_leaves_the_draft_and_its_rows(running: Running, open_session: OpenSession) -> None:
+    """What a draft refuses is not in it, and takes no row."""
+    session = open_session(address=running.address, max_sequences=3)
+    parent, _ = admit(session, PROMPT)
+    write_all(session, parent, 40)
+    draft = session.draft()
+    with pytest.raises(errors.LimitExceededError):
+        draft.fork(parent, 3)
+    with pytest.raises(errors.InvalidArgumentError):
+        draft.admit(PROMPT, max_chunk_tokens=0)
+    with pytest.raises(errors.InvalidArgumentError):
+        draft.readmit([parent], max_chunk_tokens=0)
+    with pytest.raises(errors.InvalidArgumentError):
+        draft.admit(np.zeros((2, 3), np.uint32))
+    assert (draft.new, draft.order, draft.forked) == ([], [], [])
+    assert len(draft.fork(parent, 2)) == 2
+    assert len(session.run(draft).changes) == 2
+
+
 def test_at_most_four_steps_are_on_their_way(running: Running, open_session: OpenSession) -> None:
     """A fifth is refused before it is sent; nothing waits for a result that was not asked for."""
     session = open_session(address=running.address)
@@ -243,6 +262,71 @@ def test_a_revocation_is_told_and_acknowledged_when_drained(running: Running, op
     draft.extend(needy, 96)
     result = high.run(draft)
     assert high.sequences.num_blocks[row_of(needy)] == 6
+
+
+@pytest.mark.parametrize("running", [8], indirect=True)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_revocation_takes_what_was_granted_before_it(running: Running, open_session: OpenSession, ahead: int) -> None:
+    """A notice that came behind one or two answers takes the blocks of both, is told with the answer that it came
+    behind, and is acknowledged by no step that was made without knowing it."""
+    low, high = (open_session(address=running.address) for _ in range(2))
+    low.state.track_plans()
+    victim, _ = admit(low, np.arange(48), priority=5)
+    needy, _ = admit(high, np.arange(1000, 1030))
+    draft = low.draft()
+    draft.commit(victim, 48)
+    low.submit(draft)
+    if ahead == 2:
+        draft = low.draft()
+        draft.extend(victim, 64)
+        low.submit(draft)
+    ledger = running.core.state.sessions[low.session_id].ledger
+    wait_until(lambda: ledger.newest_step == low.state.last_sent_step, "the steps are applied")
+    draft = high.draft()
+    draft.commit(needy, 30)
+    draft.extend(needy, 96)
+    high.run(draft)
+    time.sleep(0.2)  # the notice is with the client
+    results = [low.collect() for _ in range(ahead)]
+    row = row_of(victim)
+    assert [[each.sequence_id for each in result.revocations] for result in results] == [[]] * (ahead - 1) + [[victim]]
+    assert (low.sequences.state[row], low.sequences.num_blocks[row]) == (SequenceState.PREEMPTED, 0)
+    changes = low.state.take_changes()
+    held = np.bincount(changes.granted_ids, minlength=8)
+    for _, ids in changes.released:
+        np.subtract.at(held, ids, 1)
+    assert not held.any()
+    low.run(low.draft())
+    draft = high.draft()
+    draft.extend(needy, 96)
+    high.run(draft)
+    assert high.sequences.num_blocks[row_of(needy)] == 6
+
+
+@pytest.mark.parametrize("running", [8], indirect=True)
+def test_what_a_refusal_hides_is_not_acknowledged(running: Running, open_session: OpenSession) -> None:
+    """A revocation that came before the answer of a refused step is told with the next result. Steps that are made
+    meanwhile may name its sequence: what they say is skipped, not refused."""
+    low, high = (open_session(address=running.address) for _ in range(2))
+    low.state.track_plans()
+    victim, _ = admit(low, np.arange(64), priority=5)
+    needy, _ = admit(high, np.arange(1000, 1030))
+    draft = high.draft()
+    draft.commit(needy, 30)
+    draft.extend(needy, 96)
+    high.run(draft)
+    bad = low.draft()
+    bad.extend(victim + (9 << 32), 80)
+    low.submit(bad)
+    with pytest.raises(errors.InvalidArgumentError):
+        low.collect()
+    for _ in range(2):
+        draft = low.draft()
+        draft.extend(victim, 80)
+        low.submit(draft)
+    first, second = low.collect(), low.collect()
+    assert [each.sequence_id for each in first.revocations] == [victim]
+    assert [each.sequence_id for each in (*first.skipped, *second.skipped)] == [victim] * 2
 
 
 def test_a_pool_is_asked_for_its_model_and_a_wrong_one_is_refused(running: Running, open_session: OpenSession) -> None:

@@ -1,5 +1,7 @@
 """The engine's tokens are those of plain transformers, whatever is batched, cached, chunked, split or preempted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,8 +10,17 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine_rig import Pool, greedy, on_kvplane, pool_for, prompts, tiny_llama
-from kvplane.client.integrations.transformers import Engine, Event, FinishedBy, LoadedModel, Request, SamplingParams
+from kvplane.client.integrations.transformers import (
+    Engine,
+    Event,
+    FinishedBy,
+    LoadedModel,
+    Output,
+    Request,
+    SamplingParams,
+)
 from kvplane.wire.errors import IdentityMismatchError, InvalidArgumentError, NotFoundError
+from service_rig import wait_until
 
 LENGTHS = [5, 40, 17, 100, 16, 33, 1, 250]
 Mode = Literal["attached", "remote"]
@@ -195,6 +206,110 @@ def test_a_pause_loses_nothing(pool: Pool, plain: PreTrainedModel) -> None:
         lease.clock = clock
         outputs = engine.run()
     check(plain, asked, outputs, 20)
+
+
+@pytest.mark.parametrize("mode", ["attached", "remote"])
+def test_a_forward_pass_that_fails_at_its_end(pool: Pool, plain: PreTrainedModel, mode: Mode) -> None:
+    """All layers were written when it failed, in prefill, at a block's end and inside one: the engine goes on with the
+    same tokens, though written slots take no second write."""
+    asked = prompts([30, 31, 17, 45], seed=23)
+    with pool.engine(mode, max_batch_tokens=64, max_running=8) as engine:
+        for prompt in asked:
+            engine.add(Request(prompt, SamplingParams(max_new_tokens=20)))
+        outputs: dict[int, Output] = {}
+        step = failures = 0
+        while engine.unfinished:
+            step += 1
+            assert step < 400
+            try:
+                with failing(engine) if step % 7 in (2, 3) else nullcontext():
+                    events = engine.step()
+            except RuntimeError:
+                failures += 1
+                continue
+            outputs.update({each.request_id: each.output for each in events if each.output is not None})
+        engine.settle()
+    assert failures > 2
+    check(plain, asked, [outputs[request_id] for request_id in sorted(outputs)], 20)
+
+
+@contextmanager
+def failing(engine: Engine) -> Iterator[None]:
+    """Every forward pass fails behind its last layer."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    hook = engine.model.module.lm_head.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_an_error_leaves_nothing_behind(pool: Pool, plain: PreTrainedModel) -> None:
+    """What `generate` and `stream` asked for ends with them, and holds nothing: a bad prompt beside good ones, a
+    forward pass that fails, an iteration that is left."""
+    (prompt,) = prompts([40], seed=24)
+    params = SamplingParams(max_new_tokens=8)
+    with pool.engine() as engine:
+        with pytest.raises(InvalidArgumentError):
+            engine.generate([prompt, []], params)
+        assert engine.unfinished == 0
+        with failing(engine), pytest.raises(RuntimeError, match="on purpose"):
+            engine.generate([prompt], params)
+        assert engine.unfinished == 0
+        with failing(engine), pytest.raises(RuntimeError, match="on purpose"):
+            list(engine.stream(prompt, params))
+        assert engine.unfinished == 0
+        engine.settle()
+        for _ in engine.stream(prompt, params):
+            break
+        pool.check_nothing_held()
+        (output,) = engine.generate([prompt], params)
+    check(plain, [prompt], [output], 8)
+
+
+def test_a_stream_that_breaks_behind_the_last_token(pool: Pool, plain: PreTrainedModel) -> None:
+    """The shard never said that the last plan is closed: it is asked again, and the engine does not wait for ever."""
+    (prompt,) = prompts([40], seed=26)
+    with pool.engine("remote") as engine:
+
+        def cut(*_: object) -> None:
+            stream = engine.compute.links[0].stream  # type: ignore[attr-defined]
+            stream._call.cancel()  # noqa: SLF001
+            wait_until(lambda: stream.error is not None, "the stream is broken")
+
+        hook = engine.model.module.lm_head.register_forward_hook(cut)
+        try:
+            (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        finally:
+            hook.remove()
+        pool.check_nothing_held()
+    check(plain, [prompt], [output], 1)
+
+
+def test_an_interrupt_while_a_result_is_awaited(
+    pool: Pool, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C leaves a step without its result: the next iteration takes that first."""
+    asked = prompts([30, 20], seed=25)
+    with pool.engine() as engine:
+        for prompt in asked:
+            engine.add(Request(prompt, SamplingParams(max_new_tokens=8)))
+        for _ in range(4):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.session, "collect", _interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            engine.step()
+        outputs = engine.run()
+        assert engine.session.state.unanswered == 0
+    check(plain, asked, outputs, 8)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_bad_requests_change_nothing(pool: Pool) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvplane.client.aio_control import AioCacheControl, AioStepStream
 from kvplane.client.draft import StepDraft
-from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS, RESTARTED, log
+from kvplane.client.link import BROKEN, MAX_PAUSE_SECONDS, RESTARTED, away, log
 from kvplane.client.opening import RETRY_SECONDS, heartbeat_request
 from kvplane.client.state import SessionState
 from kvplane.client.values import StepResult
@@ -33,14 +33,19 @@ class AioStepLink:
         except RESTARTED:
             sent_at = self._state.lease.clock()
             self._state.resumed(await self._control.open_session(self._state.resume_request()), sent_at)
+        else:
+            return
+        try:
             await self._bind(timeout)
+        except RESTARTED as again:
+            raise away(again) from again
 
     async def _bind(self, timeout: float) -> None:
         stream = await self._control.step(self._state.opening().open)
         try:
             opened = (await stream.receive(timeout)).opened
-            if opened.declaration_required:
-                again = await self._declare(stream, timeout)
+            if opened.declaration_required or self._state.awaits_declared:
+                again = await self._declare(stream, timeout, send=opened.declaration_required)
             else:
                 again = self._state.stream_opened(opened)
             for request in again:
@@ -51,8 +56,8 @@ class AioStepLink:
         self._early.clear()
         self._stream = stream
 
-    async def _declare(self, stream: AioStepStream, timeout: float) -> list[cache_pb2.StepRequest]:
-        for part in self._state.declaration():
+    async def _declare(self, stream: AioStepStream, timeout: float, *, send: bool) -> list[cache_pb2.StepRequest]:
+        for part in self._state.declaration() if send else ():
             await stream.send(part)
         while True:
             response = await stream.receive(timeout)
@@ -95,7 +100,7 @@ class AioStepLink:
             result = self._state.receive(message)
             if result is not None:
                 self._hear(self._stream)
-                return result
+                return self._state.with_heard(result)
 
     async def close(self) -> None:
         """Cut the stream."""
@@ -104,7 +109,7 @@ class AioStepLink:
             await stream.close()
 
     def _hear(self, stream: AioStepStream) -> None:
-        while (message := stream.receive_now()) is not None:
+        while not self._early and (message := stream.receive_now()) is not None:
             if message.HasField("notice"):
                 self._state.receive(message)
             else:
@@ -115,7 +120,7 @@ class AioStepLink:
         pause = error.retry_after_seconds or RETRY_SECONDS
         while True:
             if time.monotonic() + pause > deadline:
-                raise error
+                raise away(error)
             await asyncio.sleep(pause)
             try:
                 await self.open(_until(deadline))

@@ -63,7 +63,8 @@ class DeviceWork:
     _deferred: deque[Deferred] = field(default_factory=deque)
     _to_copy: list[BlockCopy] = field(default_factory=list)
     _awaited: dict[int, BlockCopy] = field(default_factory=dict)
-    _copied: set[int] = field(default_factory=set)
+    _copied: dict[int, int] = field(default_factory=dict)
+    """Newest result when each copy was launched, by operation."""
     _grants: list[step_pb2.Grant] = field(default_factory=list)
     _revocations: list[tuple[int, int]] = field(default_factory=list)
 
@@ -165,8 +166,9 @@ class DeviceWork:
         self._awaited.update({copy.op_id: copy for copy in copies})
 
     def copies_done(self, op_ids: list[int]) -> None:
-        """Copies were launched; their acknowledgement goes out when their step has completed."""
-        self._copied.update(op_id for op_id in op_ids if op_id in self._awaited)
+        """Copies were launched, on the tables as they are now: what runs now has to complete before they are
+        acknowledged, however old the step is that ordered them."""
+        self._copied.update({op_id: self.last_step for op_id in op_ids if op_id in self._awaited})
 
     def copies_pending(self) -> list[BlockCopy]:
         """Copies that are not known to be done."""
@@ -175,10 +177,9 @@ class DeviceWork:
     def take_acks(self) -> list[int]:
         """Copies to acknowledge now."""
         completed = self.completed_step
-        ready = [op_id for op_id in self._copied if self._awaited[op_id].step_id <= completed]
+        ready = [op_id for op_id, step in self._copied.items() if step <= completed]
         for op_id in ready:
-            self._copied.discard(op_id)
-            del self._awaited[op_id]
+            del self._copied[op_id], self._awaited[op_id]
         return sorted(ready)
 
     def revoked(self, revocation_id: int) -> None:

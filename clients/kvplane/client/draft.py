@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvplane.client.values import FinishReason
 from kvplane.v1 import step_pb2, types_pb2
-from kvplane.wire.errors import InvalidArgumentError, PreconditionError
+from kvplane.wire.errors import InvalidArgumentError, LimitExceededError, PreconditionError
 from kvplane.wire.packed import U32Array, U64Array, pack_u32
 
 Integers = npt.ArrayLike
@@ -29,7 +29,8 @@ class Rows(Protocol):
 class StepDraft:
     """Operations of one step. All lengths are absolute token counts.
 
-    Made by `Session.draft()` and sent once. Arrays of one call are parallel; single numbers are arrays of one.
+    Made by `Session.draft()` and sent once, or given up with `discard`: its new sequences take rows until then. Arrays
+    of one call are parallel; single numbers are arrays of one.
     Raises `InvalidArgumentError` for what fits no step whatever its state; the rest the service checks.
     """
 
@@ -65,7 +66,14 @@ class StepDraft:
 
     def fork(self, parent_id: int, count: int = 1, num_tokens: int | None = None) -> list[int]:
         """New sequences that share the parent's committed blocks; returns their ids."""
-        children = [self._rows.new_id() for _ in range(count)]
+        children: list[int] = []
+        try:
+            for _ in range(count):
+                children.append(self._rows.new_id())  # noqa: PERF401 - what was taken is given back on an error
+        except LimitExceededError:
+            for child in children:
+                self._rows.give_back(child)
+            raise
         self.forked.append((parent_id, children, num_tokens))
         return children
 
@@ -124,6 +132,7 @@ class StepDraft:
             message.max_hit_tokens = max_hit_tokens
         if arrival_rank is not None:
             message.arrival_rank = arrival_rank
+        _check_chunk(max_chunk_tokens)
         message.sequence_id = self._rows.new_id()
         self.new.append(message)
         self._ask(message.sequence_id, max_chunk_tokens)
@@ -133,14 +142,18 @@ class StepDraft:
         self, sequence_ids: int | Sequence[int] | npt.NDArray[np.integer], max_chunk_tokens: int | None = None
     ) -> None:
         """Ask again for sequences that wait or were preempted, in this order among all admissions of the step."""
+        _check_chunk(max_chunk_tokens)
         for sequence_id in _u64("sequence_ids", sequence_ids).tolist():
             self._ask(sequence_id, max_chunk_tokens)
 
-    def write(self, message: step_pb2.Step) -> None:
-        """Encode into `message`, in place: nested messages in constructors are copied. Raises `PreconditionError` when
-        the draft was sent already."""
+    def take(self) -> None:
+        """It is being sent. Raises `PreconditionError` when it was sent or discarded already."""
         if self._sent:
             raise PreconditionError("the step was sent or discarded already; make a new draft")
+        self._sent = True
+
+    def write(self, message: step_pb2.Step) -> None:
+        """Encode into `message`, in place: nested messages in constructors are copied."""
         if self.observed:
             message.observe.sequence_ids = np.array([each for each, _ in self.observed], "<u8").tobytes()
             message.observe.counts = pack_u32([len(tokens) for _, tokens in self.observed])
@@ -164,7 +177,6 @@ class StepDraft:
             advance.sequence_ids, advance.tokens, advance.num_committed, advance.num_slots = columns
         if self.order:
             self._write_admit(message.admit)
-        self._sent = True
 
     def discard(self) -> None:
         """Not to be sent after all."""
@@ -191,8 +203,6 @@ class StepDraft:
             admit.token_budget = self.token_budget
 
     def _ask(self, sequence_id: int, max_chunk_tokens: int | None) -> None:
-        if max_chunk_tokens is not None and max_chunk_tokens < 1:
-            raise InvalidArgumentError.of("max_chunk_tokens", f"must be at least 1, got {max_chunk_tokens}")
         self.order.append(sequence_id)
         self.chunks.append(max_chunk_tokens or 0)
 
@@ -201,6 +211,11 @@ def _pair(name: str, sequence_ids: Integers, lengths: Integers) -> tuple[U64Arra
     ids, values = _u64(f"{name}.sequence_ids", sequence_ids), _u32(f"{name}.lengths", lengths)
     _parallel(f"{name}.lengths", values, ids)
     return ids, values
+
+
+def _check_chunk(max_chunk_tokens: int | None) -> None:
+    if max_chunk_tokens is not None and max_chunk_tokens < 1:
+        raise InvalidArgumentError.of("max_chunk_tokens", f"must be at least 1, got {max_chunk_tokens}")
 
 
 def _parallel(field: str, values: U32Array, ids: U64Array) -> None:
@@ -229,7 +244,7 @@ def _u64(field: str, values: Integers) -> U64Array:
 def _integers(field: str, values: Integers, dtype: np.dtype[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
     """A private copy: what the caller does with its array later must not change the step."""
     array = np.atleast_1d(np.asarray(values))
-    if array.dtype == dtype:
+    if array.dtype == dtype and array.ndim == 1:
         return array.copy()
     if array.size and array.dtype.kind not in "iu":
         raise InvalidArgumentError.of(field, f"must be integers, got {array.dtype}")

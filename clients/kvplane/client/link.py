@@ -38,7 +38,7 @@ class StepLink:
         self._control = control
         self._state = state
         self._early: deque[cache_pb2.StepResponse] = deque()
-        """Results that came while we looked for notices."""
+        """A result that came while we looked for notices."""
         self._lock = threading.Lock()
         self._stream = self._open(timeout)
 
@@ -77,16 +77,17 @@ class StepLink:
             result = self._state.receive(message)
             if result is not None:
                 self._hear()
-                return result
+                return self._state.with_heard(result)
 
     def close(self) -> None:
         """Cut the stream."""
         self._stream.close()
 
     def _hear(self) -> None:
-        """Take notices that wait behind the result: the sooner a revocation is known, the less is launched in vain."""
+        """Take notices that wait behind the result: the sooner a revocation is known, the less is launched in vain.
+        Those behind a further result wait for it: what it grants, they may take back."""
         with suppress(KvplaneError):  # a broken stream shows itself again at the next receive
-            while True:
+            while not self._early:
                 message = self._stream.receive(0)
                 if message.HasField("notice"):
                     self._state.receive(message)
@@ -98,7 +99,7 @@ class StepLink:
         pause = error.retry_after_seconds or RETRY_SECONDS
         while True:
             if time.monotonic() + pause > deadline:
-                raise error
+                raise away(error)
             time.sleep(pause)
             try:
                 self._stream.close()
@@ -116,13 +117,19 @@ class StepLink:
             # The lease is unknown, or not the newest: the service was restarted. Its token outlives that.
             sent_at = self._state.lease.clock()
             self._state.resumed(self._control.open_session(self._state.resume_request()), sent_at)
+        try:
             return self._bind(timeout)
+        except RESTARTED as again:  # and once more since
+            raise away(again) from again
 
     def _bind(self, timeout: float) -> StepStream:
         stream = self._control.step(self._state.opening().open)
         try:
             opened = stream.receive(timeout).opened
-            again = self._declare(stream, timeout) if opened.declaration_required else self._state.stream_opened(opened)
+            if opened.declaration_required or self._state.awaits_declared:
+                again = self._declare(stream, timeout, send=opened.declaration_required)
+            else:
+                again = self._state.stream_opened(opened)
             for request in again:
                 stream.send(request)
         except BaseException:
@@ -131,8 +138,8 @@ class StepLink:
         self._early.clear()
         return stream
 
-    def _declare(self, stream: StepStream, timeout: float) -> list[cache_pb2.StepRequest]:
-        for part in self._state.declaration():
+    def _declare(self, stream: StepStream, timeout: float, *, send: bool) -> list[cache_pb2.StepRequest]:
+        for part in self._state.declaration() if send else ():
             stream.send(part)
         while True:
             response = stream.receive(timeout)
@@ -170,6 +177,17 @@ class Heartbeat:
                     lease.renew(sent_at)
                 except RESTARTED:
                     self._link.mend_idle(lease.ttl_seconds / 3)
+
+
+def away(error: KvplaneError) -> UnavailableError:
+    """Why a stream is not open: not yet, whatever the last try ended with."""
+    if isinstance(error, UnavailableError):
+        return error
+    return UnavailableError(
+        f"the stream is not open again: {error.message}",
+        metadata=error.metadata,
+        retry_after_seconds=error.retry_after_seconds or RETRY_SECONDS,
+    )
 
 
 def _until(deadline: float) -> float:

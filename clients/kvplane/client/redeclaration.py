@@ -45,7 +45,9 @@ def lower_for_copies(table: SequenceTable, work: DeviceWork) -> list[Cut]:
     """A child whose tail was not copied yet has only its whole blocks; returns what that cost."""
     cuts = []
     for copy in work.copies_pending():
-        rows, entries = np.nonzero(table.blocks == copy.destination_id)
+        rows, entries = np.nonzero(
+            (table.blocks == copy.destination_id) & (table.generations == np.uint64(copy.destination_generation))
+        )
         for row, entry in zip(rows.tolist(), entries.tolist(), strict=True):
             if table.state[row] in RUNS:
                 whole = entry * table.block_tokens

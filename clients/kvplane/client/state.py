@@ -6,7 +6,7 @@
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvplane.client import decode
 from kvplane.client.device_work import DeviceWork, TableChanges
@@ -48,6 +48,7 @@ class _Heard:
     """What came unasked since the last result."""
 
     revocations: list[Preemption] = field(default_factory=list)
+    revocation_ids: list[int] = field(default_factory=list)
     notices: list[cache_pb2.Notice] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
 
@@ -71,6 +72,8 @@ class SessionState:
         self.last_seen_notice = 0
         self._pending: deque[_Pending] = deque()
         self._heard = _Heard()
+        self._declared_at: int | None = None
+        """Newest step that was sent when a declaration went out that has no answer."""
         self._process = os.getpid()
 
     @property
@@ -183,6 +186,13 @@ class SessionState:
                 f"{len(self._pending)} steps have no answer; collect one first",
                 metadata={"limit": "unanswered_steps", "value": str(self.limits.unanswered_steps)},
             )
+        draft.take()
+        if self._heard.cuts:
+            # Made without knowing them: they are told with the next result.
+            draft = after_cuts(draft, self._kept(), self.sequences)
+        return self._number(draft)
+
+    def _number(self, draft: StepDraft) -> cache_pb2.StepRequest:
         request = cache_pb2.StepRequest()
         step = request.step
         draft.write(step)
@@ -229,22 +239,40 @@ class SessionState:
         self.lease.renew(sent_at)
         self.last_seen_notice = 0
 
+    @property
+    def awaits_declared(self) -> bool:
+        """Whether a declaration went out whose answer did not come: a service that asks for no other has taken it, and
+        sends the answer again."""
+        return self._declared_at is not None
+
     def declaration(self) -> Iterator[cache_pb2.StepRequest]:
         """What the service is told when it asks for a declaration."""
-        self._heard.cuts += lower_for_copies(self.sequences, self.work)
+        lost = lower_for_copies(self.sequences, self.work)
+        self._heard.cuts += [cut for cut in lost if cut not in self._heard.cuts]
+        self._declared_at = self.last_sent_step
         return declaration(self.sequences, self.work, self.last_sent_step)
 
     def declared(self, result: cache_pb2.DeclarationResult) -> list[cache_pb2.StepRequest]:
         """The declaration was taken: shorten what was cut; returns the steps without an answer, numbered anew."""
-        cuts = apply_cuts(self.sequences, result)
-        self._heard.cuts += cuts
+        declared_at, self._declared_at = self._declared_at, None
+        if declared_at is None:
+            raise PreconditionError("no declaration awaits an answer")
+        self._heard.cuts += apply_cuts(self.sequences, result)
         self.work.forget_operations()
-        self.work.last_step = self.last_sent_step
+        # Steps that were made since, while no stream was open, are numbered behind the declaration as well.
+        self.last_sent_step = self.work.last_step = declared_at
         if result.HasField("grant"):
             self.work.keep_grant(result.grant, reset=True)
         pending, self._pending = self._pending, deque()
-        kept = {cut.sequence_id: cut.num_slots for cut in cuts}
-        return [self.encode(after_cuts(each.draft, kept, self.sequences)) for each in pending]
+        kept = self._kept()
+        return [self._number(after_cuts(each.draft, kept, self.sequences)) for each in pending]
+
+    def _kept(self) -> dict[int, int]:
+        """Token slots kept of every sequence that was cut since the last result."""
+        kept: dict[int, int] = {}
+        for cut in self._heard.cuts:
+            kept[cut.sequence_id] = min(cut.num_slots, kept.get(cut.sequence_id, cut.num_slots))
+        return kept
 
     def receive(self, response: cache_pb2.StepResponse) -> StepResult | None:
         """Apply one message; a result when it is the answer to the oldest step, None for anything else.
@@ -289,7 +317,7 @@ class SessionState:
             if self.sequences.ids[row] == victim.sequence_id:
                 self.sequences.change(row, SequenceState.PREEMPTED)
         self._heard.revocations.extend(victims)
-        self.work.revoked(notice.revocation.revocation_id)
+        self._heard.revocation_ids.append(notice.revocation.revocation_id)
 
     def _apply(self, draft: StepDraft, result: step_pb2.StepResult) -> StepResult:
         skipped = decode.skipped(result.skipped)
@@ -311,7 +339,7 @@ class SessionState:
         self.work.copies_told(copies)
         self.published_step = result.published_step
         self.stats = decode.pool_stats(result.stats)
-        heard, self._heard = self._heard, _Heard()
+        heard = self._tell()
         return StepResult(
             result.step_id,
             result.published_step,
@@ -325,6 +353,25 @@ class SessionState:
             tuple(heard.notices),
             tuple(heard.cuts),
         )
+
+    def with_heard(self, result: StepResult) -> StepResult:
+        """A result with the notices that came behind it: what the tables show, the engine is told."""
+        if not self._heard.revocations and not self._heard.notices:
+            return result
+        heard = self._tell()
+        return replace(
+            result,
+            revocations=result.revocations + tuple(heard.revocations),
+            notices=result.notices + tuple(heard.notices),
+        )
+
+    def _tell(self) -> _Heard:
+        # Only what the engine was told may be acknowledged: the service then takes what it says of a revoked sequence
+        # for meant, and refuses it.
+        heard, self._heard = self._heard, _Heard()
+        for revocation_id in heard.revocation_ids:
+            self.work.revoked(revocation_id)
+        return heard
 
     def _change(self, sequence_id: int, state: SequenceState) -> None:
         row = row_of(sequence_id)

@@ -43,6 +43,7 @@ class AttachedCompute:
     """See `Compute`. Plans are made and run by one thread; a thread per shard listens for the end of the lease."""
 
     transport: Literal["shm", "inline"] = "shm"
+    final_layer: int | None = None
 
     def __init__(
         self,

@@ -80,6 +80,9 @@ class Compute(Protocol):
     block_tokens: int
     transport: Literal["shm", "inline"]
     """How tensors travel."""
+    final_layer: int | None
+    """Layer with which some shard has written all of its own: from then on a plan's slots take no second write. None:
+    they do, as long as they are not committed."""
 
     def plan(
         self,

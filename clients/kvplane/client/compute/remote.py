@@ -19,6 +19,7 @@ from kvplane.client.compute.topology import Topology
 from kvplane.client.state import SessionState
 from kvplane.v1 import compute_pb2
 from kvplane.wire.errors import (
+    DeadlineExceededError,
     KvplaneError,
     LimitExceededError,
     PreconditionError,
@@ -47,6 +48,8 @@ class RemoteCompute:
         self.num_kv_heads, self.head_dim = self.topology.num_kv_heads, self.topology.head_dim
         self.dtype, self.block_tokens = self.topology.dtype, self.topology.block_tokens
         self.transport: Literal["shm", "inline"] = "inline"
+        shards = range(len(self.topology.shards))
+        self.final_layer: int | None = min(max(self.topology.held_layers(shard)) for shard in shards)
         self._state = state
         self._plan_ids = itertools.count(1)
         self._open: set[RemotePlan] = set()
@@ -112,10 +115,10 @@ class RemoteCompute:
                 kv_lengths=pack_u32(batch.kv_lengths),
                 options=compute_pb2.AttentionOptions(scale=scale, soft_cap=soft_cap or 0.0),
             )
-            bound = self._open_plan(plan)
         except BaseException:
             self._state.plan_closed(token)
             raise
+        bound = self._open_plan(plan, token)
         self._state.copies_done(self._copies)
         self._copies = []
         # Every shard has answered on its newest stream, behind whatever an older one had queued.
@@ -181,18 +184,40 @@ class RemoteCompute:
             return False
         return True
 
-    def _open_plan(self, plan: compute_pb2.Plan) -> list[Bound]:
+    def _open_plan(self, plan: compute_pb2.Plan, token: int) -> list[Bound]:
         sent: list[tuple[ShardLink, ShardStream, int, int]] = []
+        answered = 0
         try:
             for link in self.links:
                 sent.append((link, *link.send_plan(plan)))  # noqa: PERF401 - what was sent is closed on an error
             for link, stream, request_id, num_grants in sent:
                 stream.receive(request_id)
+                answered += 1
                 link.confirmed(num_grants)
-        except BaseException:
+        except BaseException as error:
             # Shards that have it, or will, close it behind it; those that refused it answer that they do not know it.
             for _, stream, _, _ in sent:
                 with suppress(KvplaneError):
                     stream.send(close=compute_pb2.ClosePlan(plan_id=plan.plan_id))
+            waiting = [(stream, request_id) for _, stream, request_id, _ in sent[answered:]]
+            if not waiting or (_refused(error, waiting[0][0]) and all(_over(*each) for each in waiting[1:])):
+                self._state.plan_closed(token)
+            else:
+                self._undrained.append(token)  # a shard may run its copies still
             raise
         return [(link, stream) for link, stream, _, _ in sent]
+
+
+def _over(stream: ShardStream, request_id: int) -> bool:
+    """Whether a shard has answered a plan, so that nothing of it runs."""
+    try:
+        stream.receive(request_id)
+    except KvplaneError as error:
+        return _refused(error, stream)
+    return True
+
+
+def _refused(error: BaseException, stream: ShardStream) -> bool:
+    """Whether an error is a shard's answer, and not that there was none."""
+    answered = isinstance(error, KvplaneError) and not isinstance(error, DeadlineExceededError)
+    return answered and stream.error is None

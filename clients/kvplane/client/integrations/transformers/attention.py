@@ -69,11 +69,14 @@ class PlannedContext:
     def __init__(self, plan: LayerPlan, shape: AttentionShape) -> None:
         self._plan = plan
         self._expected = [shape.call(layer) for layer in range(shape.num_layers)]
+        self.last_layer = -1
+        """Newest layer whose run was begun."""
 
     def attend(self, layer: int, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As the protocol says. Raises `UnsupportedFeatureError`."""
         if call != self._expected[layer]:
             raise UnsupportedFeatureError(f"layer {layer} asks for {call}, planned was {self._expected[layer]}")
+        self.last_layer = layer
         return self._plan.run(layer, query, key, value)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from kvplane.wire.errors import (
     InvalidArgumentError,
     KvplaneError,
     LaunchPausedError,
+    NotFoundError,
     PreconditionError,
     StaleEpochError,
     UnavailableError,
@@ -143,15 +144,22 @@ class Engine:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(asked)
         if len(each) != len(asked):
             raise InvalidArgumentError.of("sampling", f"{len(each)} given for {len(asked)} prompts")
-        ids = [self.add(Request(prompt, params)) for prompt, params in zip(asked, each, strict=True)]
+        ids: list[int] = []
         outputs: dict[int, Output] = {}
-        while any(request_id not in outputs for request_id in ids):
-            outputs.update({event.request_id: event.output for event in self.step() if event.output is not None})
+        try:
+            for prompt, params in zip(asked, each, strict=True):
+                ids.append(self.add(Request(prompt, params)))
+            while any(request_id not in outputs for request_id in ids):
+                outputs.update({event.request_id: event.output for event in self.step() if event.output is not None})
+        except BaseException:
+            for request_id in ids:
+                self._give_up(request_id)
+            raise
         self.settle()
         return [outputs[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Event]:
-        """Events of one request as they come. Leaving the iteration early aborts it."""
+        """Events of one request as they come. Leaving the iteration early aborts it, and lets go of its blocks."""
         request_id = self.add(Request(prompt, sampling or SamplingParams()))
         finished = False
         try:
@@ -160,9 +168,14 @@ class Engine:
                     if event.request_id == request_id:
                         finished = finished or event.output is not None
                         yield event
-        finally:
-            if not finished:
-                self.abort(request_id)
+        except GeneratorExit:
+            self._give_up(request_id)
+            with suppress(KvplaneError):  # an error has no way out of here; the next step meets it again
+                self.settle()
+            raise
+        except BaseException:
+            self._give_up(request_id)
+            raise
         self.settle()
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -199,6 +212,8 @@ class Engine:
         pass (a lease that was not renewed, a shard that is gone) leaves the requests as they were before it.
         """
         self._check_usable()
+        while self.session.state.unanswered:
+            self._collect()  # an interrupt left it
         if self._idle:
             return []
         start = time.perf_counter()
@@ -214,11 +229,15 @@ class Engine:
             raise
         sent = time.perf_counter()
         events: list[Event] = []
+        failed = batch
         try:
             if batch is not None:
                 sequences, places = self._completions.targets(batch)
                 tokens = self._forward.run(batch, places, [each.sampler for each in sequences])
+                failed = None
                 events = self._completions.take(sequences, tokens)
+            elif self.session.state.work.open_plans:
+                self._forward.drain()
         except (LaunchPausedError, StaleEpochError):
             # The cache service is away, or was started anew: nothing counts as computed, and the result of this step
             # says with what to go on.
@@ -226,6 +245,9 @@ class Engine:
         finally:
             computed = time.perf_counter()
             self._collect()
+            if failed is not None and self._forward.written:
+                for sequence in failed.sequences:
+                    self._queues.begin_again(sequence)
         end = time.perf_counter()
         self.timings.append(StepTiming(end - start, sent - start + end - computed, len(batch.tokens) if batch else 0))
         if batch is None:
@@ -292,6 +314,11 @@ class Engine:
         if self._wait_seconds and self.unfinished:
             time.sleep(self._wait_seconds)
         self._wait_seconds = min(max(_WAIT_SECONDS, 2 * self._wait_seconds), _LONGEST_WAIT_SECONDS)
+
+    def _give_up(self, request_id: int) -> None:
+        """Abort a request whose caller has left, if it is not over; the engine may have ended as well."""
+        with suppress(NotFoundError, PreconditionError):
+            self.abort(request_id)
 
     def _check_usable(self) -> None:
         if self._broken is not None:

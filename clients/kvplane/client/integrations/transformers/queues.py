@@ -1,7 +1,9 @@
 """Sequences by where they are: waiting, running, over but still held by the cache service."""
 
 from bisect import insort
+from dataclasses import replace
 
+from kvplane.client.integrations.transformers.requests import FinishedBy
 from kvplane.client.integrations.transformers.sequence import Phase, Sequence
 from kvplane.client.values import Cut, SequenceState, StepResult
 
@@ -45,6 +47,19 @@ class Queues:
                 place.remove(sequence)
         if sequence.sequence_id:
             self.ended.append(sequence)
+
+    def begin_again(self, sequence: Sequence) -> None:
+        """Slots behind the computed ones were written and cannot be again: the cache service is told that the sequence
+        is over, and about a new one with the same tokens, which hits what was published."""
+        if sequence not in self.running:
+            return
+        self.running.remove(sequence)
+        old = replace(sequence, text=None, finished_by=FinishedBy.ABORT)
+        self._by_id[old.sequence_id] = old
+        self.ended.append(old)
+        sequence.yielded()
+        sequence.phase, sequence.sequence_id, sequence.reported = Phase.QUEUED, 0, 0
+        self.wait(sequence)
 
     def finish_sent(self) -> list[Sequence]:
         """The cache service is told which sequences are over; returns them."""
