@@ -175,7 +175,9 @@ def main() -> int:
 
         shared = tokens(options.shared_tokens)
         for index in range(options.rounds):
-            requests = [Request(shared + tokens(options.own_tokens), options.new_tokens) for _ in range(options.prompts)]
+            requests = [
+                Request(shared + tokens(options.own_tokens), options.new_tokens) for _ in range(options.prompts)
+            ]
             start = time.monotonic()
             Engine(session, compute, model, totals).generate(requests)
             session.flush()

@@ -1,5 +1,5 @@
-"""`python -m kvplane.cache`, also installed as `kvplane-cache`: serve until told to stop, or `--check` whether a service
-with these settings is up, or `--check-pool` whether it has an open pool."""
+"""`python -m kvplane.cache`, also installed as `kvplane-cache`: serve until told to stop, or `--check` whether a
+service with these settings is up, or `--check-pool` whether it has an open pool."""
 
 import asyncio
 import gc
