@@ -28,8 +28,8 @@ _FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 
 @contextmanager
 def docker_engine(shell: Shell, cache: Path) -> Iterator[str]:
-    """An engine to work with; yields in words which. Raises `CannotRunError`. One that was started here has its own data
-    under `cache`, which stays for the next run, and ends with the context."""
+    """An engine to work with; yields in words which. Raises `CannotRunError`. One that was started here has its own
+    data under `cache`, which stays for the next run, and ends with the context."""
     if shell.works("docker", "info"):
         _need_compose(shell)
         yield "the engine that runs here"
