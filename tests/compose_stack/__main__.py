@@ -28,7 +28,7 @@ BASE = "python:3.11.13-slim-bookworm"
 PROMETHEUS = "prom/prometheus:v3.5.0"
 CACHE_IMAGE, COMPUTE_IMAGE = "kvplane-cache:test", "kvplane-compute:test-cpu"
 PORTS = (50051, 50052, 9090)
-PRESSURE = ("--prompts", "12", "--own-tokens", "100", "--new-tokens", "50", "--rounds", "2")
+PRESSURE = ("--prompts", "12", "--own-tokens", "100", "--new-tokens", "24", "--rounds", "2")
 """More than the pool holds side by side: some wait, some yield."""
 
 

@@ -76,6 +76,8 @@ def docker_engine(shell: Shell, cache: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+        for mount in (run / "exec/netns").glob("*"):
+            subprocess.run(["umount", str(mount)], capture_output=True)
         network.restore()
 
 
