@@ -63,6 +63,10 @@ protos-check: protos ## Fail when the generated code differs from the protos
 	git diff --exit-code -- protos
 	@test -z "$$(git ls-files --others --exclude-standard protos)"
 
+.PHONY: compose-test
+compose-test: dev-with-wheel ## Run the compose stack on the CPU with Docker, which root installs and starts if none runs
+	PYTHONPATH=tests $(BIN)/python -m compose_stack $(COMPOSE_ARGS)
+
 bench: dev-with-wheel ## Run all benchmarks (QUICK=1: a smoke run)
 	@set -e; for script in benchmarks/*.py; do \
 	  case "$$script" in */_*) continue;; esac; \

@@ -252,3 +252,26 @@ def test_tcp_asks_for_a_certificate(tmp_path: Path) -> None:
     with connect(running.address, unknown) as channel, pytest.raises(errors.UnavailableError):
         GrpcCacheControl(channel, timeout_seconds=3).list_pools(cache_pb2.ListPoolsRequest())
     running.stop()
+
+
+def test_the_check_says_whether_a_service_is_up_and_a_pool_open(tmp_path: Path) -> None:
+    """What the health check of a container runs: exit status 1 before the service, before the pool, and after both."""
+
+    def check(*arguments: str) -> int:
+        command = [sys.executable, "-m", "kvplane.cache", *arguments]
+        return subprocess.run(command, env=dict(os.environ) | environment, capture_output=True, timeout=60).returncode
+
+    environment = {"KVPLANE_CACHE_LISTEN": f"0.0.0.0:1,unix:{tmp_path / 'cache.sock'}", "KVPLANE_CACHE_INSECURE": "1"}
+    assert check("--check") == 1
+    service = RunningService(tmp_path)
+    try:
+        assert (check("--check"), check("--check-pool")) == (0, 1)
+        shard = TensorlessShard(service.address, num_blocks=16).start()
+        try:
+            service.wait_ready()
+            assert check("--check-pool") == 0
+        finally:
+            shard.stop()
+    finally:
+        service.stop()
+    assert (check("--check"), check("--check", "--no-such-flag")) == (1, 2)

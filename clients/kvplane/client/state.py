@@ -190,9 +190,9 @@ class SessionState:
         if self._heard.cuts:
             # Made without knowing them: they are told with the next result.
             draft = after_cuts(draft, self._kept(), self.sequences)
-        return self._number(draft)
+        return self._number(draft, overlapped=overlapped)
 
-    def _number(self, draft: StepDraft) -> cache_pb2.StepRequest:
+    def _number(self, draft: StepDraft, *, overlapped: bool = True) -> cache_pb2.StepRequest:
         request = cache_pb2.StepRequest()
         step = request.step
         draft.write(step)

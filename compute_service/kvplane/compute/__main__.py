@@ -1,4 +1,5 @@
-"""`python -m kvplane.compute`: serve until told to stop, or `--check` whether a service is healthy."""
+"""`python -m kvplane.compute`: serve until told to stop, or `--check` whether a service with these settings is up, or
+`--check-pool` whether it holds a pool."""
 
 import asyncio
 import sys
@@ -13,20 +14,22 @@ from kvplane.compute.config import ComputeConfig, load
 from kvplane.wire.errors import KvplaneError
 
 CHECK_SECONDS = 2.0
+_CHECKS = {"--check": "", "--check-pool": "kvplane.v1.ComputeService"}
+"""Flags, and the names that they ask the health service for."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 2 for what the configuration or the machine rules out."""
     given = sys.argv[1:] if arguments is None else arguments
-    check = "--check" in given
+    checks = [_CHECKS[argument] for argument in given if argument in _CHECKS]
     try:
-        config = load([argument for argument in given if argument != "--check"])
+        config = load([argument for argument in given if argument not in _CHECKS])
     except ValidationError as error:
         for problem in error.errors():
             print(f"{'.'.join(str(part) for part in problem['loc']) or 'config'}: {problem['msg']}", file=sys.stderr)
         return 2
-    if check:
-        return _check(config)
+    if checks:
+        return _check(config, checks[-1])
     # Not at the top: a health check runs every few seconds and needs no torch.
     from kvplane.compute.server import ComputeServer
 
@@ -39,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _check(config: ComputeConfig) -> int:
+def _check(config: ComputeConfig, service: str) -> int:
     try:
         with sockets.own_channel(config) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CHECK_SECONDS)
     except (grpc.RpcError, OSError) as error:
         print(f"{config.listen[0]}: {error}", file=sys.stderr)
         return 1
