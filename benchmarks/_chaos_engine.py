@@ -190,6 +190,9 @@ class Engine:
             # Attached: the mapping is over. Remote: the next plan opens its streams again, or says that it cannot.
             if self.mode == "attached" or self.compute is None:
                 self._close_compute()
+            else:
+                for _, each, _ in batch:
+                    each.broken = True
             time.sleep(0.05)
 
     def _run(self, compute: Compute, batch: list[tuple[int, Running, int]]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from _chaos_prompts import VOCABULARY, draw
 
-from kvplane.client import SequenceState, StepDraft, StepResult
+from kvplane.client import FinishReason, SequenceState, StepDraft, StepResult
 
 MAX_RUNNING, MAX_WAITING, CHUNK_TOKENS = 6, 2, 24
 
@@ -25,6 +25,8 @@ class Running:
     committed: int = 0
     runs: bool = False
     forking: bool = False
+    broken: bool = False
+    """A pass that failed may have written slots, and a shard takes no second write: it begins again under a new id."""
     hit: int = 0
     moved_at: float = field(default_factory=time.monotonic)
 
@@ -46,7 +48,9 @@ class Sequences:
         for sequence_id, each in list(self.all.items()):
             if each.forking:
                 continue
-            if self.draining or (each.runs and each.written >= each.limit and not hogging):
+            if each.broken and not self.draining:
+                self._begin_again(draft, sequence_id, each)
+            elif self.draining or (each.runs and each.written >= each.limit and not hogging):
                 self._report_tokens(draft, sequence_id, each)
                 draft.finish(sequence_id)
                 del self.all[sequence_id]
@@ -75,6 +79,18 @@ class Sequences:
             )
             limit = len(tokens) + (120 if hogging else self.random.randint(2, 30))
             self.all[sequence_id] = Running(namespace, tokens, limit, len(tokens))
+
+    def _begin_again(self, draft: StepDraft, sequence_id: int, each: Running) -> None:
+        draft.finish(sequence_id, FinishReason.ABORT)
+        del self.all[sequence_id]
+        again = draft.admit(
+            each.tokens,
+            namespace_id=self.namespaces[each.namespace],
+            max_chunk_tokens=CHUNK_TOKENS,
+            name=self.name,
+        )
+        self.all[again] = Running(each.namespace, each.tokens, each.limit, len(each.tokens))
+        self.counts["begun_again"] += 1
 
     def _report_tokens(self, draft: StepDraft, sequence_id: int, each: Running) -> None:
         if each.reported < len(each.tokens):

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 import cuda_attached
+from compute_access import Engine as SdkEngine
 from compute_attached import block_bytes
 from compute_control import ControlPlane
-from compute_engine import running, settings
+from compute_engine import running, settings, spawn
 from compute_harness import BLOCK_TOKENS, Setup, step
 from compute_oracle import Oracle, assert_attention
+from kvplane.client import Session
+from kvplane.client.compute import open_compute
 from kvplane.compute.device import CudaDevice, DeviceBlocks
 from kvplane.kernels.cuda.emulated_runtime import DEVICE_BYTES
 from kvplane.v1 import types_pb2
 from kvplane.wire.errors import LimitExceededError
+from service_rig import RunningService
 
 ORACLE = Oracle(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=64, dtype=torch.float32)
 
@@ -101,6 +105,39 @@ def test_an_attached_process_works_on_the_same_bytes(cuda: Setup) -> None:
         assert engine.ask("bad-handle").startswith("device: opening another process's device memory")
     finally:
         engine.end()
+
+
+def test_sessions_of_the_sdk_attach_to_device_memory(tmp_path: Path) -> None:
+    """Prefill in two chunks, and a hit by another session, on a pool of another process; every output is checked."""
+    service = RunningService(tmp_path, watermark=0.0)
+    model = {"device": "cuda:0", "head_dim": 64, "kv_dtype": "float32", "tokenizer_revision": "t"}
+    shard = spawn(settings(tmp_path) | model | {"num_layers": ORACLE.num_layers, "num_kv_heads": ORACLE.num_kv_heads})
+    try:
+        service.wait_ready()
+        with (
+            Session.open(address=service.address) as one,
+            Session.open(address=service.address) as two,
+            open_compute(one) as first_compute,
+            open_compute(two) as second_compute,
+        ):
+            first = SdkEngine(one, first_compute, ORACLE, None)
+            prompt = list(range(2 * BLOCK_TOKENS + 3))
+            sequence = first.admit(prompt)
+            first.forward(sequence, ends={sequence: BLOCK_TOKENS + 1})
+            first.forward(sequence)
+            draft = one.draft()
+            draft.commit(sequence, len(prompt))
+            one.run(draft)
+            one.flush()
+            second = SdkEngine(two, second_compute, ORACLE, None)
+            other = second.admit(prompt)
+            assert second.written[other] == 2 * BLOCK_TOKENS
+            second.forward(other)
+        service.check_integrity()
+    finally:
+        shard.terminate()
+        shard.wait(20)
+        service.stop()
 
 
 def test_memory_is_freed_only_when_those_who_opened_it_are_gone(cuda: Setup) -> None:

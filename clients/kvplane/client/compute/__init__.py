@@ -26,13 +26,15 @@ def open_compute(
     credentials: grpc.ChannelCredentials | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     rank: int = 0,
+    device_index: int = 0,
 ) -> Compute:
     """The way to the bytes of a session's pool: attached or remote, as the session is. Close it before the session; a
     session has one at a time.
 
     `transport` is for remote sessions: `shm` shares memory with shards on this host, `inline` sends tensors in
     messages, `auto` tries the first once; `Compute.transport` says which it is. `credentials` are those of the shards'
-    channels, `timeout_seconds` is the deadline of every wait for a shard, `rank` is this process's in its session.
+    channels, `timeout_seconds` is the deadline of every wait for a shard, `rank` is this process's in its session,
+    `device_index` the CUDA device of the pool as this process counts them.
     Raises `InvalidArgumentError`, `PreconditionError` (reasons `OTHER_HOST`, `HANDLE_NOT_OPENED`, …),
     `UnavailableError`, with the shard named: attached memory that does not open is never replaced by something slower.
     """
@@ -44,4 +46,6 @@ def open_compute(
         return RemoteCompute(state, transport=transport, credentials=credentials, timeout_seconds=timeout_seconds)
     if transport == "inline":
         raise InvalidArgumentError.of("transport", "an attached session maps the pool; inline is for remote ones")
-    return AttachedCompute(state, credentials=credentials, timeout_seconds=timeout_seconds, rank=rank)
+    return AttachedCompute(
+        state, credentials=credentials, timeout_seconds=timeout_seconds, rank=rank, device_index=device_index
+    )

@@ -14,6 +14,7 @@ from typing import Literal, Self
 import grpc
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvplane.client.compute.attach_socket import Attachment, attach
 from kvplane.client.compute.attached_plan import AttachedPlan
@@ -52,6 +53,7 @@ class AttachedCompute:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_seconds: float,
         rank: int = 0,
+        device_index: int = 0,
     ) -> None:
         self.topology = Topology(state.pool)
         self.num_layers = len(self.topology.layers)
@@ -69,7 +71,7 @@ class AttachedCompute:
         self._copies: list[BlockCopy] = []
         self.shards: list[MappedShard] = []
         with ExitStack() as undo:
-            self._attachments = self._attach(undo, credentials, timeout_seconds, rank)
+            self._attachments = self._attach(undo, credentials, timeout_seconds, rank, device_index)
             self._holds = Holds(self.shards)
             self.works = Works(self.topology, self.shards)
             self._listeners = [
@@ -77,6 +79,7 @@ class AttachedCompute:
                 for index in range(len(self._attachments))
             ]
             undo.pop_all()
+        self.device = self.shards[0].device
         state.track_plans()
         for listener in self._listeners:
             listener.start()
@@ -145,6 +148,11 @@ class AttachedCompute:
                 )
                 raise at_shard(error, shard.shard)
 
+    def wait_for_device(self) -> None:
+        """Return when everything that this process launched has completed: kernels of the CPU have when they return."""
+        for device in {shard.device for shard in self.shards if shard.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+
     def plan_closed(self, plan: AttachedPlan | None, token: int) -> None:
         """A plan ended, or was not made."""
         self._state.plan_closed(token)
@@ -182,7 +190,12 @@ class AttachedCompute:
         self.close()
 
     def _attach(
-        self, undo: ExitStack, credentials: grpc.ChannelCredentials | None, timeout_seconds: float, rank: int
+        self,
+        undo: ExitStack,
+        credentials: grpc.ChannelCredentials | None,
+        timeout_seconds: float,
+        rank: int,
+        device_index: int,
     ) -> list[Attachment]:
         made = []
         for index, shard in enumerate(self.topology.shards):
@@ -197,7 +210,7 @@ class AttachedCompute:
                 )
             undo.callback(attachment.close)
             made.append(attachment)
-            mapped = map_shard(attachment, self._state.pool, self.topology, index)
+            mapped = map_shard(attachment, self._state.pool, self.topology, index, device_index)
             undo.callback(mapped.close)
             self.shards.append(mapped)
         return made

@@ -75,9 +75,10 @@ class AttachedPlan:
         return self._attend(layer, query, out, lse, scale), lse
 
     def close(self) -> None:
-        """The kernels of the CPU have completed when they return, so nothing is waited for."""
+        """End the plan, once what it launched has completed."""
         token, self._token = self._token, None
         if token is not None:
+            self._compute.wait_for_device()
             self._made.clear()
             self._compute.plan_closed(self, token)
 

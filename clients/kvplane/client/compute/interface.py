@@ -78,6 +78,8 @@ class Compute(Protocol):
     dtype: torch.dtype
     """Of stored keys and values."""
     block_tokens: int
+    device: torch.device
+    """Where queries, keys and values have to be."""
     transport: Literal["shm", "inline"]
     """How tensors travel."""
     final_layer: int | None

@@ -15,6 +15,8 @@ from kvplane.client.compute.attach_socket import Attachment
 from kvplane.client.compute.dtypes import torch_dtype
 from kvplane.client.compute.topology import Topology, at_shard
 from kvplane.kernels import KernelError, Layout, PagedKv
+from kvplane.kernels.cuda.memory import OpenedMemory
+from kvplane.kernels.cuda.runtime import runtime_of
 from kvplane.v1 import attach_pb2, types_pb2
 from kvplane.wire import directory as wire_directory
 from kvplane.wire import stamps as wire_stamps
@@ -45,6 +47,13 @@ class MappedShard:
     header: Rows
     """Header of the block directory, shape [1]; read-only."""
     mappings: list[mmap.mmap]
+    opened: list[OpenedMemory]
+    """Device memory."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return next(iter(self.layers.values())).geometry.device
 
     @property
     def incarnation(self) -> int:
@@ -60,14 +69,20 @@ class MappedShard:
         while self.mappings:
             with suppress(BufferError):
                 self.mappings.pop().close()
+        while self.opened:
+            self.opened.pop().close()
 
 
-def map_shard(attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index: int) -> MappedShard:
-    """Open every handle of a reply. Raises, with the shard named: `PreconditionError` (reason `HANDLE_NOT_OPENED`),
-    `UnsupportedFeatureError` for memory of a kind that this installation does not open, `StaleEpochError` when the
-    shard or its pool is another than the session's, `IdentityMismatchError` when it does not hold what it should."""
+def map_shard(
+    attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index: int, device_index: int = 0
+) -> MappedShard:
+    """Open every handle of a reply; device memory on CUDA device `device_index` as this process counts them.
+
+    Raises, with the shard named: `PreconditionError` (reason `HANDLE_NOT_OPENED`), `UnsupportedFeatureError` for memory
+    of an unknown kind, `StaleEpochError` when the shard or its pool is another than the session's,
+    `IdentityMismatchError` when it does not hold what it should."""
     try:
-        return _map(attachment, pool, topology, index)
+        return _map(attachment, pool, topology, index, device_index)
     except KvplaneError as error:
         raise at_shard(error, attachment.shard) from error.__cause__
     finally:
@@ -75,13 +90,11 @@ def map_shard(attachment: Attachment, pool: types_pb2.Pool, topology: Topology, 
 
 
 def map_handle(attachment: Attachment, index: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
-    """Map one handle of a reply. Raises `PreconditionError` and `UnsupportedFeatureError` as above."""
+    """Map one handle of a reply that came as a descriptor. Raises `PreconditionError` and `UnsupportedFeatureError`."""
     handles = attachment.reply.handles
     if index >= len(handles):
         raise _not_opened(f"handle {index} of {len(handles)}", "there is none")
     handle = handles[index]
-    if handle.kind == attach_pb2.MEMORY_KIND_CUDA_IPC:
-        return _open_cuda_ipc()
     if handle.kind != attach_pb2.MEMORY_KIND_FILE_DESCRIPTOR:
         raise UnsupportedFeatureError(f"memory handle {index} is of kind {handle.kind}")
     if handle.descriptor_index >= len(attachment.descriptors):
@@ -96,14 +109,23 @@ def map_handle(attachment: Attachment, index: int, access: int = mmap.ACCESS_WRI
         raise _not_opened(f"handle {index}", str(error)) from error
 
 
-def _open_cuda_ipc() -> mmap.mmap:
-    raise UnsupportedFeatureError(
-        "the pool is CUDA memory, which this installation does not open; the extra kvplane[gpu] is for it",
-        metadata={"feature": "cuda_ipc", "extra": "gpu"},
-    )
+def _open_cuda_ipc(handle: attach_pb2.MemoryHandle, index: int, device_index: int, event: bytes) -> OpenedMemory:
+    """Open device memory, and order this process's stream behind what the shard launched until now."""
+    try:
+        runtime = runtime_of(device_index)
+        opened = OpenedMemory(runtime, handle.cuda_ipc_handle, handle.num_bytes)
+        if event:
+            behind = runtime.open_event(event)
+            runtime.wait(behind)
+            runtime.destroy_event(behind)
+    except KernelError as error:
+        raise _not_opened(f"handle {index} on CUDA device {device_index}", str(error)) from error
+    return opened
 
 
-def _map(attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index: int) -> MappedShard:
+def _map(
+    attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index: int, device_index: int
+) -> MappedShard:
     reply, shard = attachment.reply, topology.shards[index]
     for name, given, ours in (
         ("boot_id", reply.boot_id, shard.boot_id),
@@ -111,26 +133,56 @@ def _map(attachment: Attachment, pool: types_pb2.Pool, topology: Topology, index
     ):
         if given != ours:
             raise StaleEpochError(f"{name} is {given}, the session's pool has {ours}", metadata={"epoch": name})
-    mappings: list[mmap.mmap] = []
-    for number in range(len(reply.handles)):
-        reads = number == reply.directory_handle
-        mappings.append(map_handle(attachment, number, mmap.ACCESS_READ if reads else mmap.ACCESS_WRITE))
+    places: list[mmap.mmap | OpenedMemory] = []
+    opened: list[OpenedMemory] = []
     try:
-        directory = wire_directory.open_directory(memoryview(mappings[reply.directory_handle]))
-        stamps = wire_stamps.open_stamps(memoryview(mappings[reply.stamps_handle]))
-        hold_map = wire_stamps.open_hold_map(memoryview(mappings[reply.hold_map_handle]))
+        for number, handle in enumerate(reply.handles):
+            if handle.kind == attach_pb2.MEMORY_KIND_CUDA_IPC:
+                opened.append(_open_cuda_ipc(handle, number, device_index, reply.cuda_ipc_event))
+                places.append(opened[-1])
+            else:
+                reads = number == reply.directory_handle
+                places.append(map_handle(attachment, number, mmap.ACCESS_READ if reads else mmap.ACCESS_WRITE))
+        return _views(reply, pool, topology, index, places)
+    except BaseException:
+        for memory in opened:
+            memory.close()
+        raise
+
+
+def _views(
+    reply: attach_pb2.AttachReply,
+    pool: types_pb2.Pool,
+    topology: Topology,
+    index: int,
+    places: list[mmap.mmap | OpenedMemory],
+) -> MappedShard:
+    mappings = [each for each in places if isinstance(each, mmap.mmap)]
+    try:
+        handles = (reply.directory_handle, reply.stamps_handle, reply.hold_map_handle)
+        shared = [_buffer(places[each]) for each in handles]
+        directory = wire_directory.open_directory(shared[0])
+        stamps = wire_stamps.open_stamps(shared[1])
+        hold_map = wire_stamps.open_hold_map(shared[2])
     except (ValueError, IndexError) as error:
         raise _not_opened("directory, stamps or hold map", str(error)) from error
     num_blocks = len(directory.blocks)
     if len(stamps) != num_blocks or 8 * len(hold_map) < num_blocks:
         raise IdentityMismatchError(f"{num_blocks} directory rows, {len(stamps)} stamps", metadata={"field": "blocks"})
-    layers = _layers(reply, mappings, pool.layout.head_layout)
+    layers = _layers(reply, places, pool.layout.head_layout)
     _check(layers, topology, index, num_blocks)
-    return MappedShard(shard, layers, stamps, hold_map, directory.header, mappings)
+    opened = [each for each in places if isinstance(each, OpenedMemory)]
+    return MappedShard(topology.shards[index], layers, stamps, hold_map, directory.header, mappings, opened)
+
+
+def _buffer(memory: mmap.mmap | OpenedMemory) -> memoryview:
+    if isinstance(memory, OpenedMemory):
+        raise ValueError("it is device memory")
+    return memoryview(memory)
 
 
 def _layers(
-    reply: attach_pb2.AttachReply, mappings: list[mmap.mmap], head_layout: types_pb2.HeadLayout.ValueType
+    reply: attach_pb2.AttachReply, memory: list[mmap.mmap | OpenedMemory], head_layout: types_pb2.HeadLayout.ValueType
 ) -> dict[int, PagedKv]:
     places: dict[int, dict[int, list[attach_pb2.AttachedSegment]]] = {}
     for segment in sorted(reply.segments, key=lambda each: each.segment.first_block):
@@ -141,7 +193,7 @@ def _layers(
         if set(roles) != {types_pb2.TENSOR_ROLE_KEY, types_pb2.TENSOR_ROLE_VALUE}:
             raise UnsupportedFeatureError(f"layer {layer} stores tensors besides one of keys and one of values")
         keys, values = (
-            [_tensor(segment, mappings) for segment in roles[role]]
+            [_tensor(segment, memory) for segment in roles[role]]
             for role in (types_pb2.TENSOR_ROLE_KEY, types_pb2.TENSOR_ROLE_VALUE)
         )
         _check_contiguous(roles[types_pb2.TENSOR_ROLE_KEY], keys)
@@ -152,13 +204,18 @@ def _layers(
     return made
 
 
-def _tensor(segment: attach_pb2.AttachedSegment, mappings: list[mmap.mmap]) -> Tensor:
+def _tensor(segment: attach_pb2.AttachedSegment, memory: list[mmap.mmap | OpenedMemory]) -> Tensor:
     dtype = torch_dtype(segment.dtype)
     what = f"layer {segment.layer}, segment {segment.segment.segment}"
-    if segment.handle_index >= len(mappings) or len(segment.shape) != len(segment.strides_bytes):
+    if segment.handle_index >= len(memory) or len(segment.shape) != len(segment.strides_bytes):
         raise _not_opened(what, "the reply does not describe it")
+    mapping = memory[segment.handle_index]
+    if isinstance(mapping, OpenedMemory):
+        try:
+            return mapping.tensor(dtype, segment.shape, segment.strides_bytes, segment.offset)
+        except KernelError as error:
+            raise _not_opened(what, str(error)) from error
     strides = [stride // dtype.itemsize for stride in segment.strides_bytes]
-    mapping = mappings[segment.handle_index]
     last = sum((size - 1) * stride for size, stride in zip(segment.shape, segment.strides_bytes, strict=True))
     misaligned = any(stride % dtype.itemsize for stride in (*segment.strides_bytes, segment.offset))
     if misaligned or not prod(segment.shape) or segment.offset + last + dtype.itemsize > len(mapping):

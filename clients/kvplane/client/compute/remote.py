@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 import grpc
 import numpy.typing as npt
+import torch
 
 from kvplane.client.compute.attach_socket import NOT_REACHABLE
 from kvplane.client.compute.batch import Options, batch_of
@@ -49,6 +50,7 @@ class RemoteCompute:
         self.dtype, self.block_tokens = self.topology.dtype, self.topology.block_tokens
         self.transport: Literal["shm", "inline"] = "inline"
         shards = range(len(self.topology.shards))
+        self.device = torch.device("cpu")
         self.final_layer: int | None = min(max(self.topology.held_layers(shard)) for shard in shards)
         self._state = state
         self._plan_ids = itertools.count(1)

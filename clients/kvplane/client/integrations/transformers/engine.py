@@ -127,6 +127,8 @@ class Engine:
             )
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
+            module: torch.nn.Module = loaded.module
+            module.to(compute.device)
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)
             engine._resources = resources.pop_all()
         return engine
