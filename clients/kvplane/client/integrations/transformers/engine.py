@@ -127,8 +127,7 @@ class Engine:
             )
             loaded.check_pool(session.pool)
             compute = resources.enter_context(open_compute(session, transport=transport))
-            module: torch.nn.Module = loaded.module
-            module.to(compute.device)
+            torch.nn.Module.to(loaded.module, compute.device)
             engine = cls(loaded, session, compute, max_batch_tokens=max_batch_tokens, max_running=max_running)
             engine._resources = resources.pop_all()
         return engine
