@@ -329,6 +329,34 @@ def test_what_a_refusal_hides_is_not_acknowledged(running: Running, open_session
     assert [each.sequence_id for each in (*first.skipped, *second.skipped)] == [victim] * 2
 
 
+@pytest.mark.parametrize("running", [8], indirect=True)
+def test_what_is_revoked_before_its_admission_is_read_never_ran(running: Running, open_session: OpenSession) -> None:
+    """An admission and the revocation behind it are collected at once: the engine is told of the end alone, and what
+    it sends next is right."""
+    low, high = (open_session(address=running.address) for _ in range(2))
+    needy, _ = admit(high, np.arange(1000, 1030))
+    write_all(high, needy, 30)
+    draft = low.draft()
+    victim = draft.admit(np.arange(64), priority=5)
+    low.submit(draft)
+    wait_until(lambda: running.core.state.running == 2, "the victim runs")
+    draft = high.draft()
+    draft.extend(needy, 96)
+    high.run(draft)
+    wait_until(lambda: running.core.state.running == 1, "it had to yield")
+    time.sleep(0.2)
+    result = low.collect()
+    if not result.revocations:  # the notice was slower
+        result = low.run(low.draft())
+    assert [each.sequence_id for each in result.revocations] == [victim]
+    assert victim not in [each.sequence_id for each in result.admitted]
+    assert low.sequences.state[row_of(victim)] == SequenceState.PREEMPTED
+    low.complete(low.state.last_step)
+    draft = low.draft()
+    draft.readmit(victim)
+    low.run(draft)
+
+
 def test_a_pool_is_asked_for_its_model_and_a_wrong_one_is_refused(running: Running, open_session: OpenSession) -> None:
     """An engine that says what it computes is refused by a pool of another model, by name."""
     wrong = types_pb2.ModelIdentity()

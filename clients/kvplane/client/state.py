@@ -359,8 +359,14 @@ class SessionState:
         if not self._heard.revocations and not self._heard.notices:
             return result
         heard = self._tell()
+        # What the result started and the notice took back never ran for the engine: it reads victims first.
+        gone = {victim.sequence_id for victim in heard.revocations}
         return replace(
             result,
+            admitted=tuple(each for each in result.admitted if each.sequence_id not in gone),
+            changes=tuple(
+                each for each in result.changes if each.sequence_id not in gone or each.state != SequenceState.RUNNING
+            ),
             revocations=result.revocations + tuple(heard.revocations),
             notices=result.notices + tuple(heard.notices),
         )
