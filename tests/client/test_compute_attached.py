@@ -434,7 +434,7 @@ def change_reply(reply: attach_pb2.AttachReply, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "error", "reason"),
     [
-        ("cuda", UnsupportedFeatureError, "UNSUPPORTED_FEATURE"),
+        ("cuda", PreconditionError, HANDLE_NOT_OPENED),
         ("kind", UnsupportedFeatureError, "UNSUPPORTED_FEATURE"),
         ("short", PreconditionError, HANDLE_NOT_OPENED),
         ("missing", PreconditionError, HANDLE_NOT_OPENED),
