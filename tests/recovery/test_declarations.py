@@ -210,9 +210,13 @@ def test_steps_wait_for_the_declaration(world: MakeWorld) -> None:
     engine.send(step)
     engine.receive()
     engine.stream.send(cache_pb2.StepRequest(declaration=cache_pb2.Declaration(last=True)))
-    with pytest.raises(errors.PreconditionError):
+
+    def hear() -> None:
         while engine.stream.receive().HasField("notice"):
             pass  # the pool has opened
+
+    with pytest.raises(errors.PreconditionError):
+        hear()
 
 
 def test_an_answer_that_was_lost_comes_again(world: MakeWorld) -> None:
