@@ -49,7 +49,7 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int, repeats: int = 5)
         call()
     for _ in range(rounds):
         for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch has no type here
             begin.record()
             for _ in range(repeats):
                 call()
@@ -157,7 +157,7 @@ def measure_decode(
             if split != usual:
                 work.NARROW_SPLIT = split
                 other = kernels.plan(layer.geometry, tables, lengths, num_query_heads=QUERY_HEADS)
-                calls[f"kvplane, splits of {split}"] = lambda p=other: kernels.attend(  # type: ignore[misc]
+                calls[f"kvplane, splits of {split}"] = lambda p=other: kernels.attend(  # type: ignore[misc] # defaults bind early
                     p, query, layer, out=out, lse=lse
                 )
     finally:
@@ -210,7 +210,7 @@ def measure_moves(device: torch.device, rounds: int) -> tuple[list[Row], dict[st
         empty = np.empty((0, 0), np.int64)
         plan = kernels.plan(layer.geometry, empty, [], num_query_heads=QUERY_HEADS, padding_tokens=tokens, slots=slots)
         rows = torch.randn(tokens, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=device)
-        (ms,) = timed({"write": lambda p=plan, r=rows: kernels.write(p, r, r, layer)}, rounds).values()  # type: ignore[misc]
+        (ms,) = timed({"write": lambda p=plan, r=rows: kernels.write(p, r, r, layer)}, rounds).values()  # type: ignore[misc] # defaults bind early
         table.append(Row(f"write {tokens} tokens", ms, tokens * TOKEN_BYTES / ms / 1e6, "GB/s written"))
     half = (blocks - 1) // 2
     order = np.random.permutation(2 * half) + 1
