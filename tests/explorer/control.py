@@ -167,9 +167,27 @@ def _leases(m: Model, state: State, which: int, name: str) -> Steps:
     gone = not any(alive) if m.on("gone means gone on every shard") else not all(alive)
     if gone and control.sessions[A] != "none":
         yield f"{name} hears that A is gone", session_over(state, which, A)
+    ended = ("fencing",) if m.on("an empty hold map counts after the lease") else ("fencing", "open")
+    if control.sessions[A] in ended:
+        yield from _quiet(state, which, name)
     fenced = {index for what, index in control.acks if what == "fence"}
     if control.sessions[R] == "fencing" and len(fenced) == len(SHARDS):
         yield f"{name} has fenced R everywhere", session_over(state, which, R)
+
+
+def _quiet(state: State, which: int, name: str) -> Steps:
+    """Shards that nobody can tell any more that A has drained read its hold map."""
+    control = state.controls[which]
+    for index, shard in enumerate(state.shards):
+        follows = (shard.boot, shard.incarnation) == (control.boots[index], control.incarnation)
+        if shard.bits or not follows or ("quiet", index) in control.acks:
+            continue
+        heard = control._replace(acks=control.acks | {("quiet", index)})
+        after = with_control(state, which, heard)
+        if all(("quiet", each) in heard.acks for each in SHARDS):
+            heard = heard._replace(acks=frozenset(each for each in heard.acks if each[0] != "quiet"))
+            after = session_over(with_control(state, which, heard), which, A)
+        yield f"{name} hears from s{index} that A's hold map is empty", after
 
 
 def _expire(m: Model, state: State, which: int, index: int) -> State:
@@ -190,7 +208,7 @@ def _expire(m: Model, state: State, which: int, index: int) -> State:
     control = control._replace(
         sessions=put(control.sessions, index, "fencing"),
         blocks=blocks,
-        acks=frozenset(each for each in control.acks if each[0] != "fence"),
+        acks=frozenset(each for each in control.acks if each[0] not in ("fence", "quiet")),
     )
     return with_control(state._replace(net=state.net | messages), which, control)
 

@@ -144,6 +144,7 @@ RULES = {
     "a digest counts when it is on all shards": "hit",
     "hold maps": "lease",
     "hold bit before the lease check": "lease",
+    "an empty hold map counts after the lease": "lease",
     "only messages renew a lease": "hit under a lease",
     "nothing is launched after ttl/2": "hit under a lease",
     "gone means gone on every shard": "dead worker",

@@ -10,6 +10,7 @@ import structlog
 
 from kvplane.compute.arenas import Arenas
 from kvplane.compute.attach_reply import Reply, arena_reply, pool_reply
+from kvplane.compute.drains import Drains
 from kvplane.compute.events import Events
 from kvplane.compute.executor import Executor
 from kvplane.compute.processes import Process
@@ -47,8 +48,7 @@ class Attachments:
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._watched: set[Process] = set()
-        self._told: dict[int, int] = {}
-        """Newest lease epoch that the control plane was told a session has drained."""
+        self.drains = Drains(state, executor, events, self._watched, self._reachable)
         self._background: set[asyncio.Future[None]] = set()
 
     def resume(self) -> None:
@@ -133,25 +133,11 @@ class Attachments:
         self._connections.discard(connection)
 
     def drained(self, connection: Connection, lease_epoch: int) -> None:
-        """A process launches nothing more. When all of the session's have said so, the control plane is told."""
+        """A process launches nothing more."""
         process = connection.process
         if process is None or lease_epoch < connection.lease_epoch:
             return
-        process.drained_epoch = max(process.drained_epoch, lease_epoch)
-        self._tell_drained(process.session_id, lease_epoch)
-
-    def _tell_drained(self, session_id: int, nobody_left: int = 0) -> None:
-        """Say up to which lease all processes that are left have drained, when that is news.
-
-        `nobody_left` is said when there are none; the end of the last one says it all, unless the pool was released.
-        """
-        left = [each.drained_epoch for each in self._watched if each.session_id == session_id]
-        epoch = min(left, default=nobody_left)
-        if epoch > self._told.get(session_id, 0):
-            if left:
-                self._told[session_id] = epoch
-            event = registry_pb2.SessionDrained(session_id=session_id, lease_epoch=epoch)
-            self._events.add(registry_pb2.ShardEvent(session_drained=event))
+        self.drains.said(process, lease_epoch)
 
     def fenced(self, command: registry_pb2.FenceSession) -> None:
         """Tell the session's processes that its lease is over, or end them when the operator opted in."""
@@ -164,6 +150,7 @@ class Attachments:
             if command.kill and covered and process.pidfd is not None:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        self.drains.fenced(command.session_id, command.lease_epoch)
 
     def pool_released(self, old: Holding) -> None:
         """The pool's memory has no name any more: say so to those who mapped it, stop watching them, and close the
@@ -213,7 +200,7 @@ class Attachments:
     def _watch(self, process: Process) -> None:
         self._watched.add(process)
         # It has not drained, so what was said before is over.
-        self._told.pop(process.session_id, None)
+        self.drains.forget(process.session_id)
         if process.pidfd is None:
             self._gone(process)
         else:
@@ -226,7 +213,10 @@ class Attachments:
         if process.pidfd is not None:
             self._loop.remove_reader(process.pidfd)
         if not any(each.session_id == process.session_id for each in self._watched):
-            self._told.pop(process.session_id, None)
+            self.drains.forget(process.session_id)
+
+    def _reachable(self) -> set[Process]:
+        return {each.process for each in self._connections if each.process is not None}
 
     def _gone(self, process: Process) -> None:
         self._unwatch(process)
@@ -239,4 +229,4 @@ class Attachments:
             remaining=remaining,
         )
         self._events.add(registry_pb2.ShardEvent(process_gone=gone))
-        self._tell_drained(process.session_id)
+        self.drains.tell(process.session_id)

@@ -93,6 +93,8 @@ class ComputeServer:
         self._arenas = Arenas(config.arena_bytes)
         self._attachments = Attachments(state, self._executor, self._events, self._arenas, Tickets(time.monotonic))
         self._attachments.resume()
+        looking = asyncio.create_task(self._attachments.drains.run())
+        self._started.callback(looking.cancel)
         attach_socket = AttachSocket(config.attach_socket, self._attachments)
         self._started.push_async_callback(attach_socket.stop)
         attach_socket.start()

@@ -358,7 +358,9 @@ Global___PoolReleased: _TypeAlias = PoolReleased  # noqa: Y015
 
 @_typing.final
 class AttachDrained(_message.Message):
-    """AttachDrained says that everything this process launched has completed and that it launches nothing more."""
+    """AttachDrained says that everything this process launched has completed and that it launches nothing more. A process
+    that then closes the connection launches nothing more under any lease.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
