@@ -3,8 +3,9 @@
     python -m _chaos_engine NAME MODE TRANSPORT TTL_SECONDS RUN_SEED LIFE_SEED
 
 with `$KVPLANE_ADDRESS` set. Standard input takes `drain` (finish everything, start nothing), `freeze` (send empty steps
-only), `resume` (from both), `hog N` (hold the pool for N seconds) and `stop`; standard output is one JSON object a
-line. It ends by itself only on `stop`, on the end of its input, or on an error that no engine has to expect.
+only), `resume` (from both), `hog N` (hold the pool for N seconds), `rest N` (send nothing but heartbeats), `forget`
+(close the session and open another one) and `stop`; standard output is one JSON object a line. It ends by itself only
+on `stop`, on the end of its input, or on an error that no engine has to expect.
 """
 
 import json
@@ -66,8 +67,8 @@ class Engine:
         self.oracle = Oracle()
         self.counts: Counter[str] = Counter(tokens=0)
         self.commands: SimpleQueue[str] = SimpleQueue()
-        self.draining = self.frozen = self.stopping = False
-        self.hog_until = 0.0
+        self.draining = self.frozen = self.stopping = self.forgetting = False
+        self.hog_until = self.rest_until = 0.0
         self.sequences = Sequences(self.random, self.shared, {}, name, self.counts)
         self.session: Session
         self.compute: Compute | None = None
@@ -84,7 +85,11 @@ class Engine:
             try:
                 while not self.stopping:
                     self._listen()
-                    self._iterate()
+                    self._check_forgotten()
+                    if time.monotonic() < self.rest_until:
+                        time.sleep(0.05)
+                    else:
+                        self._iterate()
                     self._report()
                 self._drain_session()
             except Reopen as reason:
@@ -155,10 +160,16 @@ class Engine:
                 self.counts["away"] += 1
                 self._listen()
                 self._report()
+                self._check_forgotten()
                 if self.stopping:
                     raise Reopen("stopped while the service was away") from None
             except OVER as error:
                 raise Reopen(repr(error)) from None
+
+    def _check_forgotten(self) -> None:
+        if self.forgetting:
+            self.forgetting = False
+            raise Reopen("ToldTo()")
 
     # The forward pass
 
@@ -255,8 +266,12 @@ class Engine:
                     self.draining, self.frozen = word == "drain", word == "freeze"
                     if self.frozen:
                         say("frozen")
+                elif word == "forget":
+                    self.forgetting = True
                 elif word == "hog":
                     self.hog_until = time.monotonic() + float(rest[0])
+                elif word == "rest":
+                    self.rest_until = time.monotonic() + float(rest[0])
 
     def _report(self) -> None:
         now = time.monotonic()

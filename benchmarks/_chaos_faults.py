@@ -84,8 +84,12 @@ class Faults:
             self._way(fault).cut()
         elif " unheard " in kind:
             self._way(fault).hold()
+            if kind.endswith("gives up"):
+                world.tell(process, "forget")
         elif " far " in kind:
             self._way(fault).delay_seconds = fault.delay_seconds
+        elif kind == "engine silent beyond the ttl":
+            world.tell(process, f"rest {fault.seconds:.2f}")
         elif kind == "pool full":
             world.tell(process, f"hog {fault.seconds:.2f}")
         else:
@@ -122,6 +126,8 @@ class Faults:
         elif " stopped" in fault.kind:
             process.signal(signal.SIGCONT)
         elif " unheard " in fault.kind:
+            if fault.kind.endswith("gives up"):
+                self._way(fault).cut()  # what it sent to end its session never arrives
             self._way(fault).release()
         elif " far " in fault.kind:
             self._way(fault).delay_seconds = 0.0

@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[int, tuple[str, ...], tuple[float, float]]] = {
     "engine cut from cache": (5, tuple(ENGINES), (0.0, 0.0)),
     "engine unheard by cache": (4, tuple(ENGINES), _SHORT),
     "engine unheard by cache beyond the ttl": (3, tuple(ENGINES), _LONG),
+    "engine unheard by cache gives up": (3, tuple(ENGINES), _LONG),
+    "engine silent beyond the ttl": (4, tuple(ENGINES), _LONG),
     "engine far from cache": (4, tuple(ENGINES), (1.0, 3.0)),
     "shard cut from cache": (4, tuple(SHARDS), (0.0, 0.0)),
     "shard unheard by cache": (3, tuple(SHARDS), _SHORT),

@@ -12,7 +12,7 @@ import pytest
 
 from client_rig import OpenSession
 from cut_proxy import CutProxy
-from kvplane.client import HitReason, StepResult
+from kvplane.client import HitReason, LaunchPausedError, StepResult
 from kvplane.client.aio_control import AioCacheControl
 from kvplane.client.control import GrpcCacheControl
 from kvplane.client.sequences import row_of
@@ -328,6 +328,46 @@ def test_an_idle_session_resumes_by_its_heartbeat(world: Callable[..., World], o
     draft = session.draft()
     draft.admit(PROMPT)
     assert session.run(draft).admitted
+
+
+@pytest.mark.parametrize(("mode", "restarts"), [("attached", 1), ("remote", 1), ("attached", 2)])
+def test_a_silent_session_keeps_its_sequences(
+    world: Callable[..., World], open_session: OpenSession, mode: str, restarts: int
+) -> None:
+    """An engine holds a sequence and sends no steps for longer than its time to live after a restart, or two: its
+    heartbeat says what it holds. What of it was cut, the next result tells; no plan is made before that."""
+    made = world()
+    session = open_session(address=made.service.address, mode=mode, ttl_seconds=2.0)
+    session.state.track_plans()
+    draft = session.draft()
+    whole, cut = draft.admit(PROMPT), draft.admit(PROMPT + 1000)
+    session.run(draft)
+    launch(session, made)
+    draft = session.draft()
+    draft.commit([whole, cut], [40, 40])
+    draft.extend(cut, 80)  # two blocks that nobody writes
+    session.run(draft)
+    session.flush()
+    table, row = session.sequences, row_of(whole)
+    blocks = table.blocks[row, :3].copy()
+    begin = time.monotonic()
+    for round_ in range(restarts):
+        made.restart()
+        wait_until(lambda: session.state.lease_epoch == round_ + 2, "the heartbeat has resumed the session")  # noqa: B023
+        wait_until(lambda: made.state() == "READY", "the pool is open")
+    time.sleep(max(0.0, begin + 2.3 - time.monotonic()))
+    with pytest.raises(LaunchPausedError):
+        session.state.check_declared()
+    assert table.num_blocks[row_of(cut)] == 5, "the tables change with a result only"
+    draft = session.draft()
+    draft.advance([whole, cut], [7, 7], [40, 40], [42, 80])
+    session.submit(draft)  # as if more were launched before its answer
+    result = session.collect()
+    session.state.check_declared()
+    assert [(each.sequence_id, each.num_slots, each.reason) for each in result.cuts] == [(cut, 48, "NEVER_WRITTEN")]
+    assert table.blocks[row, :3].tolist() == blocks.tolist()
+    assert table.known[row] == 41
+    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
 
 
 def test_two_sessions_come_back_and_one_does_not_wait_for_ever(

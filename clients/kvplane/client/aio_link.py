@@ -25,27 +25,31 @@ class AioStepLink:
         self._stream: AioStepStream | None = None
         self._lock = asyncio.Lock()
 
-    async def open(self, timeout: float) -> None:
-        """Open the stream (again)."""
+    async def open(self, timeout: float, *, ahead: bool = False) -> None:
+        """Open the stream (again). `ahead`: see `StepLink`."""
         await self.close()
         try:
-            await self._bind(timeout)
+            await self._bind(timeout, ahead=ahead)
         except RESTARTED:
             sent_at = self._state.lease.clock()
             self._state.resumed(await self._control.open_session(self._state.resume_request()), sent_at)
         else:
             return
         try:
-            await self._bind(timeout)
+            await self._bind(timeout, ahead=ahead)
         except RESTARTED as again:
             raise away(again) from again
 
-    async def _bind(self, timeout: float) -> None:
+    async def _bind(self, timeout: float, *, ahead: bool) -> None:
         stream = await self._control.step(self._state.opening().open)
         try:
             opened = (await stream.receive(timeout)).opened
             if opened.declaration_required or self._state.awaits_declared:
-                again = await self._declare(stream, timeout, send=opened.declaration_required)
+                declared = await self._declare(stream, timeout, send=opened.declaration_required)
+                if ahead:
+                    await stream.close()
+                    return
+                again = self._state.declared(declared)
             else:
                 again = self._state.stream_opened(opened)
             for request in again:
@@ -56,13 +60,13 @@ class AioStepLink:
         self._early.clear()
         self._stream = stream
 
-    async def _declare(self, stream: AioStepStream, timeout: float, *, send: bool) -> list[cache_pb2.StepRequest]:
+    async def _declare(self, stream: AioStepStream, timeout: float, *, send: bool) -> cache_pb2.DeclarationResult:
         for part in self._state.declaration() if send else ():
             await stream.send(part)
         while True:
             response = await stream.receive(timeout)
             if response.HasField("declared"):
-                return self._state.declared(response.declared)
+                return response.declared
             self._state.receive(response)
 
     async def submit(self, draft: StepDraft, *, overlapped: bool = True) -> int:
@@ -80,12 +84,13 @@ class AioStepLink:
         async with self._lock:
             return await self._receive(deadline)
 
-    async def mend_idle(self, timeout: float) -> None:
-        """Resume a session that has nothing to lose; see `StepLink.mend_idle`."""
-        if not self._lock.locked():
-            async with self._lock:
-                if self._state.idle:
-                    await self.open(timeout)
+    async def resume(self, timeout: float) -> None:
+        """Resume the session for an engine that sends no steps now; see `StepLink.resume`."""
+        if self._lock.locked():
+            return
+        async with self._lock:
+            if not self._state.unanswered:
+                await self.open(timeout, ahead=not self._state.idle)
 
     async def _receive(self, deadline: float) -> StepResult:
         while True:
@@ -158,7 +163,7 @@ class AioHeartbeat:
                     await self._control.heartbeat(heartbeat_request(self._state))
                     lease.renew(sent_at)
                 except RESTARTED:
-                    await self._link.mend_idle(lease.ttl_seconds / 3)
+                    await self._link.resume(lease.ttl_seconds / 3)
 
 
 def _until(deadline: float) -> float:

@@ -94,6 +94,14 @@ class DeviceWork:
         self._told = max(self._told, min(completed[0], self.last_step - overlapped))
         return [self._told]
 
+    def declared_completed(self, last_sent_step: int) -> list[int]:
+        """What a declaration says of each rank: no more than the step behind it can say. That one may be sent while
+        more is launched on the tables that are left, which count as those of `last_sent_step`."""
+        completed = self.completed_steps
+        if not self.automatic or self.ranks > 1:
+            return completed
+        return [max(0, min(completed[0], last_sent_step - 1))]
+
     @property
     def quiet_until_answered(self) -> bool:
         """Whether the service was told that nothing more is launched on the newest tables."""

@@ -40,15 +40,17 @@ class StepLink:
         self._early: deque[cache_pb2.StepResponse] = deque()
         """A result that came while we looked for notices."""
         self._lock = threading.Lock()
-        self._stream = self._open(timeout)
+        self._stream: StepStream | None = None
+        self._open(timeout)
 
     def submit(self, draft: StepDraft, *, overlapped: bool = True) -> int:
         """Number and send a step; see `SessionState.encode`. A broken stream is no error here: `receive` mends it and
         sends the step again."""
         with self._lock:
             request = self._state.encode(draft, overlapped=overlapped)
-            with suppress(KvplaneError):
-                self._stream.send(request)
+            if self._stream is not None:
+                with suppress(KvplaneError):
+                    self._stream.send(request)
             return request.step.step_id
 
     def receive(self, deadline: float) -> StepResult:
@@ -56,39 +58,45 @@ class StepLink:
         with self._lock:
             return self._receive(deadline)
 
-    def mend_idle(self, timeout: float) -> None:
-        """Resume a session that has nothing to lose, for an engine that sends no steps. One that does resumes by
-        itself, and learns at the same time what it lost."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._state.idle:
-                    self._stream.close()
-                    self._stream = self._open(timeout)
-            finally:
-                self._lock.release()
+    def resume(self, timeout: float) -> None:
+        """Resume the session for an engine that sends no steps now; one that does resumes by itself. What is left of
+        its tables it learns with its next step: until then nothing is launched on them (`SessionState.check_declared`).
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._state.unanswered:
+                self._open(timeout, ahead=not self._state.idle)
+        finally:
+            self._lock.release()
 
     def _receive(self, deadline: float) -> StepResult:
         while True:
             try:
+                if self._stream is None:
+                    self._open(_until(deadline))
+                    continue
                 message = self._early.popleft() if self._early else self._stream.receive(_until(deadline))
             except (*BROKEN, *RESTARTED) as error:
                 self._mend(error, deadline)
                 continue
             result = self._state.receive(message)
             if result is not None:
-                self._hear()
+                self._hear(self._stream)
                 return self._state.with_heard(result)
 
     def close(self) -> None:
         """Cut the stream."""
-        self._stream.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
-    def _hear(self) -> None:
+    def _hear(self, stream: StepStream) -> None:
         """Take notices that wait behind the result: the sooner a revocation is known, the less is launched in vain.
         Those behind a further result wait for it: what it grants, they may take back."""
         with suppress(KvplaneError):  # a broken stream shows itself again at the next receive
             while not self._early:
-                message = self._stream.receive(0)
+                message = stream.receive(0)
                 if message.HasField("notice"):
                     self._state.receive(message)
                 else:
@@ -102,32 +110,40 @@ class StepLink:
                 raise away(error)
             time.sleep(pause)
             try:
-                self._stream.close()
-                self._stream = self._open(_until(deadline))
+                self._open(_until(deadline))
             except BROKEN as again:
                 error, pause = again, again.retry_after_seconds or min(2 * pause, MAX_PAUSE_SECONDS)
             else:
                 log.warning("session %d: the stream is open again", self._state.session_id)
                 return
 
-    def _open(self, timeout: float) -> StepStream:
+    def _open(self, timeout: float, *, ahead: bool = False) -> None:
+        """Open the stream (again). With `ahead`, of a session that was resumed only as far as the service knows what it
+        holds; the answer comes again on the next stream."""
+        self.close()
         try:
-            return self._bind(timeout)
+            self._bind(timeout, ahead=ahead)
         except RESTARTED:
             # The lease is unknown, or not the newest: the service was restarted. Its token outlives that.
             sent_at = self._state.lease.clock()
             self._state.resumed(self._control.open_session(self._state.resume_request()), sent_at)
+        else:
+            return
         try:
-            return self._bind(timeout)
+            self._bind(timeout, ahead=ahead)
         except RESTARTED as again:  # and once more since
             raise away(again) from again
 
-    def _bind(self, timeout: float) -> StepStream:
+    def _bind(self, timeout: float, *, ahead: bool) -> None:
         stream = self._control.step(self._state.opening().open)
         try:
             opened = stream.receive(timeout).opened
             if opened.declaration_required or self._state.awaits_declared:
-                again = self._declare(stream, timeout, send=opened.declaration_required)
+                declared = self._declare(stream, timeout, send=opened.declaration_required)
+                if ahead:
+                    stream.close()
+                    return
+                again = self._state.declared(declared)
             else:
                 again = self._state.stream_opened(opened)
             for request in again:
@@ -136,15 +152,15 @@ class StepLink:
             stream.close()
             raise
         self._early.clear()
-        return stream
+        self._stream = stream
 
-    def _declare(self, stream: StepStream, timeout: float, *, send: bool) -> list[cache_pb2.StepRequest]:
+    def _declare(self, stream: StepStream, timeout: float, *, send: bool) -> cache_pb2.DeclarationResult:
         for part in self._state.declaration() if send else ():
             stream.send(part)
         while True:
             response = stream.receive(timeout)
             if response.HasField("declared"):
-                return self._state.declared(response.declared)
+                return response.declared
             self._state.receive(response)
 
 
@@ -176,7 +192,7 @@ class Heartbeat:
                     self._control.heartbeat(heartbeat_request(self._state))
                     lease.renew(sent_at)
                 except RESTARTED:
-                    self._link.mend_idle(lease.ttl_seconds / 3)
+                    self._link.resume(lease.ttl_seconds / 3)
 
 
 def away(error: KvplaneError) -> UnavailableError:

@@ -36,7 +36,7 @@ def declaration(table: SequenceTable, work: DeviceWork, last_sent_step: int) -> 
     for each in work.deferred:
         last.deferred.add(blocks=_blocks(each.ids, each.generations), step_id=each.step_id)
     last.last_sent_step = last_sent_step
-    last.completed_steps = pack_u64(work.completed_steps)
+    last.completed_steps = pack_u64(work.declared_completed(last_sent_step))
     last.last = True
     yield request
 

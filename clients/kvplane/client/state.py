@@ -23,7 +23,13 @@ from kvplane.client.values import (
     StepResult,
 )
 from kvplane.v1 import cache_pb2, step_pb2, types_pb2
-from kvplane.wire.errors import ForkedProcessError, LimitExceededError, PreconditionError, SessionClosedError
+from kvplane.wire.errors import (
+    ForkedProcessError,
+    LaunchPausedError,
+    LimitExceededError,
+    PreconditionError,
+    SessionClosedError,
+)
 from kvplane.wire.packed import pack_u64
 from kvplane.wire.status import from_status
 
@@ -245,11 +251,21 @@ class SessionState:
         sends the answer again."""
         return self._declared_at is not None
 
+    def check_declared(self) -> None:
+        """To be called when a plan is made, once it counts as open. Raises `LaunchPausedError` while a restarted
+        service was told what the session holds and the tables do not show yet what that came to."""
+        if self.awaits_declared:
+            raise LaunchPausedError(
+                "the cache service was restarted; the next result says what of the session's tables is left",
+                metadata={"session_id": str(self.session_id)},
+            )
+
     def declaration(self) -> Iterator[cache_pb2.StepRequest]:
-        """What the service is told when it asks for a declaration."""
+        """What the service is told when it asks for a declaration. Another thread may make and run plans meanwhile."""
+        # First: a plan that is made from now on is refused, one that was made before counts as not completed.
+        self._declared_at = self.last_sent_step
         lost = lower_for_copies(self.sequences, self.work)
         self._heard.cuts += [cut for cut in lost if cut not in self._heard.cuts]
-        self._declared_at = self.last_sent_step
         return declaration(self.sequences, self.work, self.last_sent_step)
 
     def declared(self, result: cache_pb2.DeclarationResult) -> list[cache_pb2.StepRequest]:

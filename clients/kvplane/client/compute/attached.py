@@ -223,6 +223,7 @@ class AttachedCompute:
         holds.apply(changes, completed_step)
         holds.stamp()
         state.lease.check()
+        state.check_declared()
         if self._copies:
             copies, self._copies = self._copies, []
             # A destination that was let go of, its step complete, may be another's by now.

@@ -103,6 +103,7 @@ class RemoteCompute:
         options = Options(num_query_heads, scale, soft_cap, own, {})
         token = self._state.plan_opened()
         try:
+            self._state.check_declared()
             changes = self._state.take_changes()
             self._copies += [copy.op_id for copy in changes.copies]
             grants = self._state.take_grants()
