@@ -38,6 +38,8 @@ def steps(m: Model, state: State) -> Steps:
         if not all(engine.alive):
             continue
         yield from _receive(m, state, index)
+        if index == A:
+            yield from _map_again(m, state)
         for number in range(len(engine.sequences)):
             yield from _end(m, state, index, number)
         for number, control in enumerate(state.controls):
@@ -98,9 +100,17 @@ def _receive(m: Model, state: State, index: int) -> Steps:
         yield f"{name} receives {what} {where} for {sequence.tag}", with_engine(state, index, engine)
     else:  # revoked or lost: all that it has
         sequences = tuple(each._replace(status=RELEASED) for each in engine.sequences)
-        mapped = tuple(shard.memory for shard in state.shards) if kind == "lost" else engine.mapped
-        after = with_engine(state, index, engine._replace(sequences=sequences, mapped=mapped))
+        after = with_engine(state, index, engine._replace(sequences=sequences))
         yield f"{name} receives that its blocks are {kind}", after
+
+
+def _map_again(m: Model, state: State) -> Steps:
+    """A attaches to memory that took the place of what it had mapped, once nothing of it runs there any more."""
+    engine, memory = state.engines[A], tuple(shard.memory for shard in state.shards)
+    over = all(each.status == RELEASED and _drained(m, each) for each in engine.sequences)
+    if engine.mapped != memory and over:
+        boots = tuple(shard.boot for shard in state.shards)
+        yield "A maps the shards' memory again", with_engine(state, A, engine._replace(mapped=memory, boots=boots))
 
 
 def _may_launch(m: Model, engine: Engine) -> bool:
@@ -126,6 +136,9 @@ def _work(m: Model, state: State, worker: int, number: int) -> Steps:
     if phase == IDLE and sequence.status == RUNNING:
         if not m.on("hold bit before the lease check") and not _may_launch(m, engine):
             return
+        granted = sequence.grant.boots[worker]
+        if granted < engine.boots[worker] or (not here and granted == shard.boot):
+            return  # it was granted on memory that A has not mapped any more, or not yet
         first = STAMPED if sequence.hit else HELD
         if m.on("hold bit before the lease check"):
             yield f"{name} holds b{at}", to(first, _hold(state, worker, at))

@@ -100,6 +100,8 @@ class Engine(NamedTuple):
     sequences: tuple[Sequence, ...]
     inbox: tuple[tuple[int, str, Sequence | None], ...]
     """Answers on their way, in order: (start, kind, sequence)."""
+    boots: tuple[int, ...] = (1, 1)
+    """Of the shards when they were mapped (A)."""
 
 
 class Block(NamedTuple):

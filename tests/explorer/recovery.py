@@ -51,14 +51,21 @@ def steps(m: Model, state: State) -> Steps:
 
 
 def _start(m: Model, state: State) -> tuple[str, State]:
-    incarnation = max(shard.incarnation for shard in state.shards)
-    if m.on("the incarnation is raised"):
-        incarnation += 1
-    count = len(state.shards[0].rows)
-    start = 1 + m.bounds.budget.starts - state.budget.starts + 1
-    control = Control(
+    start = _newest_start(state) + 1
+    control = _fresh(m, start, max(shard.incarnation for shard in state.shards), len(state.shards[0].rows))
+    after = state._replace(controls=(*state.controls, control))
+    return f"CP{start} starts", spend(after, starts=state.budget.starts - 1)
+
+
+def _newest_start(state: State) -> int:
+    return max([control.start for control in state.controls] + [engine.start for engine in state.engines])
+
+
+def _fresh(m: Model, start: int, incarnation: int, count: int) -> Control:
+    """A control plane that knows nothing yet."""
+    return Control(
         start=start,
-        incarnation=incarnation,
+        incarnation=incarnation + 1 if m.on("the incarnation is raised") else incarnation,
         mode="starting",
         boots=(0, 0),
         epoch=0,
@@ -73,13 +80,14 @@ def _start(m: Model, state: State) -> tuple[str, State]:
         removing=0,
         waiting="",
     )
-    after = state._replace(controls=(*state.controls, control))
-    return f"CP{start} starts", spend(after, starts=state.budget.starts - 1)
 
 
 def _register(m: Model, state: State, which: int, index: int) -> State:
     control, shard = state.controls[which], state.shards[index]
     restarted = control.boots[index] not in (0, shard.boot)
+    if control.mode == "starting" and shard.incarnation == control.incarnation != 1 and not control.boots[index]:
+        # Another start has taken this incarnation meanwhile. Whoever registered under it does so again.
+        control = control._replace(incarnation=shard.incarnation + 1, boots=(0, 0))
     registered = control._replace(boots=put(control.boots, index, shard.boot))
     state = with_shard(state, index, shard._replace(incarnation=control.incarnation))
     if control.mode == "starting" and all(registered.boots):
@@ -91,9 +99,17 @@ def _register(m: Model, state: State, which: int, index: int) -> State:
         )
     state = with_control(state, which, registered)
     if control.mode in ("ready", "epoch") and restarted:
-        # Memory that was formatted anew has no epoch.
-        return lost(m, state, which, keep=shard.epoch > 0)
+        if shard.epoch == control.epoch:
+            return _begin_again(m, state, which)
+        return lost(m, state, which)
     return state
+
+
+def _begin_again(m: Model, state: State, which: int) -> State:
+    """A shard has taken its memory up again, and what was sealed on it: everything is asked for, as after a start."""
+    incarnation = max(state.controls[which].incarnation, *(shard.incarnation for shard in state.shards))
+    fresh = _fresh(m, _newest_start(state) + 1, incarnation, len(state.shards[0].rows))
+    return with_control(state, which, fresh)
 
 
 def _inventory(m: Model, state: State, which: int, index: int) -> State:
@@ -198,7 +214,7 @@ def _open(m: Model, state: State, which: int) -> State:
                 state = state._replace(bad=f"a lost prefix: {block.digest} is indexed, and a shard has a newer stamp")
     epochs = {each.epoch for each in inventory}
     if len(epochs) > 1 or 0 in epochs:
-        return lost(m, state, which, keep=False)
+        return lost(m, state, which)
     return state
 
 
@@ -210,23 +226,20 @@ def without_engine(block: Block, index: int) -> Block:
     )
 
 
-def lost(m: Model, state: State, which: int, *, keep: bool) -> State:
+def lost(m: Model, state: State, which: int) -> State:
     """A new pool epoch: every sequence is lost, its reference is deferred (I9), and all shards are told."""
     control = state.controls[which]
     epoch = control.epoch + 1
     blocks = tuple(
         Block(
             block.generation,
-            block.digest if keep else "",
+            "",
             frozenset(),
             block.deferred | block.held if m.on("a new pool epoch defers") else frozenset(),
         )
         for block in control.blocks
     )
-    messages = {
-        Message("epoch", each, control.incarnation, control.boots[each], epoch, 0, 0, "keep" if keep else "")
-        for each in SHARDS
-    }
+    messages = {Message("epoch", each, control.incarnation, control.boots[each], epoch) for each in SHARDS}
     engines = tuple(
         engine._replace(inbox=(*engine.inbox, (control.start, "lost", None)))
         if control.sessions[index] == "open"

@@ -67,9 +67,7 @@ def _deliver(m: Model, state: State, message: Message) -> Steps:
         if message.kind == "fence":
             changed = shard._replace(fenced=True, tables=frozenset())
         elif message.kind == "epoch":
-            keep = message.tag == "keep"
-            rows = tuple(row if keep and row.digest else Row() for row in shard.rows)
-            changed = shard._replace(epoch=message.epoch, tables=frozenset(), rows=rows)
+            changed = shard._replace(epoch=message.epoch, tables=frozenset(), rows=(Row(),) * len(shard.rows))
     after = with_shard(state, index, changed)
     ack = message._replace(kind=f"ack {message.kind}" if ok else f"ack no {message.kind}")
     if message.kind != "void":

@@ -84,6 +84,6 @@ def test_all_rules_hold_when_everything_may_happen() -> None:
 @pytest.mark.slow
 def test_random_walks_miss_rules_too() -> None:
     """Walks that could not fail would say nothing."""
-    for rule in ("deferral", "commit after completion", "index after the last acknowledgement"):
+    for rule in ("deferral", "stream order", "index after the last acknowledgement"):
         rules = [each for each in ALL_RULES if each != rule]
         assert any(walk(rules, EVERYTHING, seed, WALKS).violation for seed in range(6)), rule
