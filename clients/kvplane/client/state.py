@@ -6,19 +6,18 @@
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from kvplane.client import decode
 from kvplane.client.device_work import DeviceWork, TableChanges
 from kvplane.client.draft import StepDraft
 from kvplane.client.lease import Lease
+from kvplane.client.notices import Heard
 from kvplane.client.operations import apply_draft
 from kvplane.client.redeclaration import after_cuts, apply_cuts, declaration, lower_for_copies
 from kvplane.client.sequences import SequenceTable, row_of
 from kvplane.client.values import (
-    Cut,
     PoolStats,
-    Preemption,
     SequenceState,
     StepResult,
 )
@@ -49,16 +48,6 @@ class _Pending:
         return self.request.step.step_id
 
 
-@dataclass(slots=True)
-class _Heard:
-    """What came unasked since the last result."""
-
-    revocations: list[Preemption] = field(default_factory=list)
-    revocation_ids: list[int] = field(default_factory=list)
-    notices: list[cache_pb2.Notice] = field(default_factory=list)
-    cuts: list[Cut] = field(default_factory=list)
-
-
 class SessionState:
     """One session. Single-threaded, but for `lease` and what `DeviceWork` says is read elsewhere."""
 
@@ -75,9 +64,8 @@ class SessionState:
         self.published_step = 0
         self.stats = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self.closed = False
-        self.last_seen_notice = 0
         self._pending: deque[_Pending] = deque()
-        self._heard = _Heard()
+        self._heard = Heard()
         self._declared_at: int | None = None
         """Newest step that was sent when a declaration went out that has no answer."""
         self._process = os.getpid()
@@ -195,7 +183,7 @@ class SessionState:
         draft.take()
         if self._heard.cuts:
             # Made without knowing them: they are told with the next result.
-            draft = after_cuts(draft, self._kept(), self.sequences)
+            draft = after_cuts(draft, self._heard.kept, self.sequences)
         return self._number(draft, overlapped=overlapped)
 
     def _number(self, draft: StepDraft, *, overlapped: bool = True) -> cache_pb2.StepRequest:
@@ -205,7 +193,7 @@ class SessionState:
         self.last_sent_step += 1
         step.step_id = self.last_sent_step
         step.last_seen_step = self.last_step
-        step.last_seen_notice = self.last_seen_notice
+        step.last_seen_notice = self._heard.last_seen_notice
         step.completed_steps = pack_u64(self.work.tell_completed(overlapped=overlapped))
         for op_id in self.work.take_acks():
             step.acks.add(op_id=op_id, success_bitmap=b"\x01")
@@ -223,7 +211,7 @@ class SessionState:
                 lease_epoch=self.lease_epoch,
                 stream_epoch=self.opened.stream_epoch,
                 last_seen_step=self.last_step,
-                last_seen_notice=self.last_seen_notice,
+                last_seen_notice=self._heard.last_seen_notice,
             )
         )
 
@@ -243,7 +231,7 @@ class SessionState:
         """The session has a new lease epoch; notices count anew."""
         self.opened = opened
         self.lease.renew(sent_at)
-        self.last_seen_notice = 0
+        self._heard.last_seen_notice = 0
 
     @property
     def awaits_declared(self) -> bool:
@@ -280,15 +268,8 @@ class SessionState:
         if result.HasField("grant"):
             self.work.keep_grant(result.grant, reset=True)
         pending, self._pending = self._pending, deque()
-        kept = self._kept()
+        kept = self._heard.kept
         return [self._number(after_cuts(each.draft, kept, self.sequences)) for each in pending]
-
-    def _kept(self) -> dict[int, int]:
-        """Token slots kept of every sequence that was cut since the last result."""
-        kept: dict[int, int] = {}
-        for cut in self._heard.cuts:
-            kept[cut.sequence_id] = min(cut.num_slots, kept.get(cut.sequence_id, cut.num_slots))
-        return kept
 
     def receive(self, response: cache_pb2.StepResponse) -> StepResult | None:
         """Apply one message; a result when it is the answer to the oldest step, None for anything else.
@@ -299,7 +280,7 @@ class SessionState:
             return None
         kind = response.WhichOneof("message")
         if kind == "notice":
-            self._note(response.notice)
+            self._heard.note(response.notice, self.sequences)
             return None
         if kind == "rejected":
             refused = self._answered(response.rejected.step_id)
@@ -319,21 +300,6 @@ class SessionState:
         self.lease.renew(pending.sent_at)
         self.work.last_step = step_id
         return pending
-
-    def _note(self, notice: cache_pb2.Notice) -> None:
-        if notice.notice_id <= self.last_seen_notice:
-            return
-        self.last_seen_notice = notice.notice_id
-        if not notice.HasField("revocation"):
-            self._heard.notices.append(notice)
-            return
-        victims = decode.preemptions(notice.revocation.preemptions)
-        for victim in victims:
-            row = row_of(victim.sequence_id)
-            if self.sequences.ids[row] == victim.sequence_id:
-                self.sequences.change(row, SequenceState.PREEMPTED)
-        self._heard.revocations.extend(victims)
-        self._heard.revocation_ids.append(notice.revocation.revocation_id)
 
     def _apply(self, draft: StepDraft, result: step_pb2.StepResult) -> StepResult:
         skipped = decode.skipped(result.skipped)
@@ -355,7 +321,7 @@ class SessionState:
         self.work.copies_told(copies)
         self.published_step = result.published_step
         self.stats = decode.pool_stats(result.stats)
-        heard = self._tell()
+        told = self._heard.tell(self.work)
         return StepResult(
             result.step_id,
             result.published_step,
@@ -363,37 +329,16 @@ class SessionState:
             admitted,
             changes,
             decode.preemptions(result.preemptions),
-            tuple(heard.revocations),
+            told.revocations,
             skipped,
             copies,
-            tuple(heard.notices),
-            tuple(heard.cuts),
+            told.notices,
+            told.cuts,
         )
 
     def with_heard(self, result: StepResult) -> StepResult:
         """A result with the notices that came behind it: what the tables show, the engine is told."""
-        if not self._heard.revocations and not self._heard.notices:
-            return result
-        heard = self._tell()
-        # What the result started and the notice took back never ran for the engine: it reads victims first.
-        gone = {victim.sequence_id for victim in heard.revocations}
-        return replace(
-            result,
-            admitted=tuple(each for each in result.admitted if each.sequence_id not in gone),
-            changes=tuple(
-                each for each in result.changes if each.sequence_id not in gone or each.state != SequenceState.RUNNING
-            ),
-            revocations=result.revocations + tuple(heard.revocations),
-            notices=result.notices + tuple(heard.notices),
-        )
-
-    def _tell(self) -> _Heard:
-        # Only what the engine was told may be acknowledged: the service then takes what it says of a revoked sequence
-        # for meant, and refuses it.
-        heard, self._heard = self._heard, _Heard()
-        for revocation_id in heard.revocation_ids:
-            self.work.revoked(revocation_id)
-        return heard
+        return self._heard.added_to(result, self.work)
 
     def _change(self, sequence_id: int, state: SequenceState) -> None:
         row = row_of(sequence_id)
