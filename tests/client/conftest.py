@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from client_rig import NUM_BLOCKS, AnySession, BlockingAsyncSession, LoopThread, OpenSession, Running
+from compute_access import Rig, rig
 from kvplane.client import AsyncSession, Session
 from service_rig import RunningService
 from tensorless_shard import TensorlessShard
@@ -44,3 +45,17 @@ def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
         session.close()
     if loop is not None:
         loop.stop()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """A pool over two shards, for a whole module."""
+    with rig(tmp_path_factory.mktemp("kv"), 2, change=lambda _: {"tensor_parallel": 2}) as made:
+        yield made
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Rig]:
+    """The same for one test."""
+    with rig(tmp_path, 2, change=lambda _: {"tensor_parallel": 2}) as made:
+        yield made

@@ -29,12 +29,6 @@ from service_rig import wait_until
 TOKENS = list(range(10))
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("kv"), 2, change=lambda _: {"tensor_parallel": 2}) as made:
-        yield made
-
-
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[Rig, CutProxy]]:
     """Two shards; engines reach the second one by a proxy."""
@@ -139,14 +133,14 @@ def test_the_end_of_a_session_is_told_by_the_shards(pool: Rig) -> None:
     pool.service.on_loop(lambda: end_session(hosted, session, SessionExpiredError("ended")))
     rows = pool.oracle.rows(TOKENS, 0, 10, 0)
 
-    def refused() -> bool:
-        try:
-            plan.run(0, *rows)
-        except SessionExpiredError:
-            return True
-        return False
+    def served() -> bool:
+        holdings = [server.state.holding for server in pool.servers]
+        found = [holding.sessions.get(engine.session.session_id) for holding in holdings if holding is not None]
+        return any(each is not None and not each.fenced for each in found)
 
-    wait_until(refused, "the shards refuse the session")
+    wait_until(lambda: not served(), "the shards have fenced the session")
+    with pytest.raises(SessionExpiredError):
+        plan.run(0, *rows)
     with pytest.raises(KvplaneError):
         engine.compute.plan([sequence], [10], [10], num_query_heads=8)
     engine.close()
