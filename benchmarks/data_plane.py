@@ -15,18 +15,13 @@ What is compared runs in turns, and figures are medians.
 
 import argparse
 import asyncio
-import functools
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 # Spinning OpenMP threads of torch would take the cores from whatever is measured next.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -35,154 +30,40 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import grpc
 import numpy as np
 import torch
+from _data_plane_attached import attached
+from _data_plane_rig import (
+    BATCH,
+    BLOCK_TOKENS,
+    CONTEXT,
+    DTYPE,
+    ECHO,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    QUERY_HEADS,
+    Stream,
+    arena_of,
+    place,
+    plan_message,
+    prefill,
+    rows,
+    serve_echo,
+    service,
+)
 from _machine import describe_machine, finish, line
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from compute_attached import Attached, attach
-from compute_control import Blocks, ControlPlane, EngineSession
-from compute_engine import ATTEND, WRITE, WRITE_AND_ATTEND, RemoteEngine, in_arena, inline, settings, spawn
+from compute_attached import Attached
+from compute_control import Blocks
+from compute_engine import ATTEND, WRITE_AND_ATTEND, RemoteEngine, inline
 from kvplane import kernels
 from kvplane.kernels import PagedKv
 from kvplane.kernels.cpu.warm_up import warm_up
-from kvplane.v1 import compute_pb2, types_pb2
+from kvplane.v1 import compute_pb2
 from kvplane.v1.compute_pb2_grpc import ComputeServiceStub
 from kvplane.wire import directory, stamps
-from kvplane.wire.options import channel_options, server_options
-from kvplane.wire.packed import pack_u32, pack_u64
-
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
-BLOCK_TOKENS = 16
-BATCH, CONTEXT = 8, 1024
-DTYPE = torch.bfloat16
-ECHO = "/kvplane.benchmark.Echo/Echo"
-
-
-async def serve_echo(address: str) -> None:
-    """Answer every message of a stream with so many bytes as its first one says, until standard input ends."""
-
-    async def echo(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        answer = b""
-        async for request in requests:
-            if not answer:
-                answer = bytes(int(request))
-            await context.write(answer)
-
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(echo)
-    server = grpc.aio.server(options=server_options())
-    name, method = ECHO.strip("/").split("/")
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {method: handler})])
-    server.add_insecure_port(address)
-    await server.start()
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(None)
-
-
-@contextmanager
-def service(folder: Path, **changes: Any) -> Iterator[tuple[ControlPlane, str]]:
-    """A compute service in a process of its own, and a control plane that has created its pool."""
-    folder.mkdir()
-    values = settings(folder, memory_folder=f"/dev/shm/{folder.parent.name}-{folder.name}", log_level="error")
-    del values["threads"]
-    values |= {"pool_bytes": 4 << 30, "block_tokens": BLOCK_TOKENS, **changes}
-    control = ControlPlane().start(values["cache"])
-    process = spawn(values)
-    try:
-        control.wait()
-        control.create_pool(values["max_blocks"])
-        yield control, values["listen"][0]
-    finally:
-        process.terminate()
-        process.wait()
-        control.stop()
-        subprocess.run(["rm", "-rf", str(values["memory_folder"])], check=True)
-
-
-def rows(tokens: int, heads: int, dim: int = HEAD_DIM, dtype: torch.dtype = DTYPE) -> Tensor:
-    """Random rows of tokens."""
-    return torch.randn(tokens, heads, dim).to(dtype)
-
-
-def arena_of(address: str, session: EngineSession, num_bytes: int) -> Attached:
-    """A tensor arena."""
-    purpose = compute_pb2.ATTACH_PURPOSE_ARENA
-    secret = session.secret
-    return attach(address, session.session_id, session.lease_epoch, secret, purpose=purpose, arena_bytes=num_bytes)
-
-
-def place(arena: Attached, tensors: dict[str, Tensor]) -> list[compute_pb2.Tensor]:
-    """Put tensors into an arena one after the other, the output's room last."""
-    memory, offset, made = np.frombuffer(arena.mappings[0], np.uint8), 0, []
-    for name, tensor in tensors.items():
-        memory[offset : offset + tensor.nbytes] = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-        made.append(in_arena(name, tensor.shape, tensor.dtype, arena.reply.arena_id, offset))
-        offset += -(-tensor.nbytes // 64) * 64
-    return made
-
-
-class Stream:
-    """An aio bidi stream: one message, one answer."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._next_id = 0
-
-    async def ask(self, message: Any) -> Any:
-        """Send and wait."""
-        await self._call.write(message)
-        return await self._call.read()
-
-    async def request(self, **request: Any) -> compute_pb2.ExecuteResponse:
-        """The same with a numbered request; a refusal ends the benchmark."""
-        return await self.again(compute_pb2.ExecuteRequest(**request))
-
-    async def again(self, request: compute_pb2.ExecuteRequest) -> compute_pb2.ExecuteResponse:
-        """The same with a message that is used again and again, as an engine does for the layers of a model."""
-        self._next_id += 1
-        request.request_id = self._next_id
-        response: compute_pb2.ExecuteResponse = await self.ask(request)
-        assert not response.HasField("refused"), response
-        return response
-
-    async def open(self, session: EngineSession) -> "Stream":
-        """Bind it to a session."""
-        opening = compute_pb2.ExecuteOpen(
-            session_id=session.session_id, lease_epoch=session.lease_epoch, session_secret=session.secret
-        )
-        await self.request(open=opening)
-        return self
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Milliseconds a call took."""
-    begin = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def plan_message(plan_id: int, sequences: Mapping[int, tuple[int, int]]) -> compute_pb2.Plan:
-    """A plan of {sequence: (new tokens, length)}."""
-    return compute_pb2.Plan(
-        plan_id=plan_id,
-        sequence_ids=pack_u64(list(sequences)),
-        query_lengths=pack_u32([new for new, _ in sequences.values()]),
-        kv_lengths=pack_u32([length for _, length in sequences.values()]),
-    )
-
-
-def prefill(engine: RemoteEngine, count: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, step: int) -> None:
-    """Write `tokens` tokens of `count` sequences into every layer, `step` sequences at a time."""
-    for first in range(0, count, step):
-        plan = engine.plan(dict.fromkeys(range(first, min(first + step, count)), (tokens, tokens)))
-        for layer in range(LAYERS):
-            key = rows(tokens * (min(first + step, count) - first), heads, dim, dtype)
-            engine.run(plan, layer, WRITE, key=key, value=key)
-        engine.close_plan(plan)
-
-
-LAYERS = 2
-"""One more than is run: a plan whose last layer is not written can be run again and again."""
+from kvplane.wire.options import channel_options
 
 
 async def remote(folder: Path, echo_address: str, rounds: int) -> dict[str, float]:
@@ -287,97 +168,6 @@ async def inline_over_arena(stream: Stream, arena: Attached, rounds: int) -> dic
                 samples[name].append(1e3 * (time.perf_counter() - begin))
     arena_ms, inline_ms = (line(f"1 MiB of q, k and v: {name}", samples[name]) for name in ("arena", "inline"))
     return {"inline_over_shm_1mib": inline_ms / arena_ms, "shm_1mib_ms": arena_ms, "inline_1mib_ms": inline_ms}
-
-
-KERNEL_MS = 5.0
-"""What a kernel takes at least whose overhead is looked at."""
-
-
-def long_context(heads: int, kv_heads: int, dim: int) -> int:
-    """Tokens at which decoding one layer takes one and a half times `KERNEL_MS` here, a power of two."""
-    context = 2048
-    while True:
-        per_sequence = context // BLOCK_TOKENS
-        shape = (BATCH * per_sequence + 1, kv_heads, BLOCK_TOKENS, dim)
-        layer = PagedKv.of(*(torch.randn(shape).to(DTYPE) for _ in range(2)))
-        order = np.random.default_rng(0).permutation(np.arange(1, BATCH * per_sequence + 1)).reshape(BATCH, -1)
-        batch = kernels.plan(layer.geometry, order, [context] * BATCH, [1] * BATCH, num_query_heads=heads)
-        query = rows(BATCH, heads, dim)
-        attend = functools.partial(kernels.attend, batch, query, layer)
-        took = statistics.median([timed(attend) for _ in range(9)])
-        if took >= 1.5 * KERNEL_MS or context >= MAX_CONTEXT:
-            return context
-        context *= 2
-
-
-MAX_CONTEXT = 32_768
-"""Two layers of this are 2 GiB, and as much again on plain tensors."""
-
-
-def attached(folder: Path, rounds: int) -> dict[str, float]:
-    """A step of an attached engine against the kernels alone on plain tensors of the same shape, with a context long
-    enough for a kernel to take `KERNEL_MS`."""
-    heads, kv_heads, dim = 32, 8, 128
-    context = long_context(heads, kv_heads, dim)
-    per_sequence = context // BLOCK_TOKENS
-    num_blocks = BATCH * per_sequence + 1
-    changes = {
-        "max_blocks": num_blocks,
-        "num_layers": LAYERS,
-        "num_kv_heads": kv_heads,
-        "head_dim": dim,
-        "kv_dtype": "bfloat16",
-    }
-    with service(folder / "attached", **changes) as (control, address):
-        session = control.open_session(types_pb2.SESSION_MODE_ATTACHED)
-        memory = attach(address, session.session_id, session.lease_epoch, session.secret)
-        layers = []
-        for layer in range(LAYERS):
-            key, value = (
-                memory.blocks(layer, role) for role in (types_pb2.TENSOR_ROLE_KEY, types_pb2.TENSOR_ROLE_VALUE)
-            )
-            key.copy_(torch.randn(key.shape))
-            value.copy_(torch.randn(value.shape))
-            layers.append(PagedKv.of(key, value))
-        plain = [PagedKv.of(*(torch.randn(layer.keys[0].shape).to(DTYPE) for _ in range(2))) for layer in layers]
-        order = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).reshape(BATCH, -1)
-        query, key, value = rows(BATCH, heads, dim), rows(BATCH, kv_heads, dim), rows(BATCH, kv_heads, dim)
-        batch = kernels.plan(layers[0].geometry, order, [context] * BATCH, [1] * BATCH, num_query_heads=heads)
-        out = torch.empty_like(query)
-        bits, marks, header = memory.hold_map, memory.stamps, memory.directory.header
-        occupants = control.new_blocks(order[:, -1].tolist())
-        last = time.monotonic()
-
-        def work(on: list[PagedKv]) -> None:
-            for layer in on:
-                kernels.write(batch, key, value, layer)
-                kernels.attend(batch, query, layer, out=out)
-
-        def step() -> None:
-            for block, generation in occupants:
-                bits[block // 8] |= 1 << block % 8
-                marks[block] = generation
-            assert header["incarnation"][0] <= stamps.incarnation_of(occupants[0][1])
-            assert time.monotonic() - last < 300
-            work(layers)
-
-        samples: dict[str, list[float]] = {"attached": [], "bare": []}
-        for index in range(rounds + 4):
-            # Either goes first as often: what runs before decides what the caches hold.
-            for name in ("attached", "bare") if index % 2 else ("bare", "attached"):
-                took = timed(step) if name == "attached" else timed(lambda: work(plain))
-                if index >= 4:
-                    samples[name].append(took)
-        memory.close()
-    attached_ms, bare_ms = (line(f"two layers of 32/8/128: {name}", samples[name]) for name in ("attached", "bare"))
-    ratio = statistics.median(a / b for a, b in zip(samples["attached"], samples["bare"], strict=True))
-    assert bare_ms / LAYERS >= KERNEL_MS, f"a kernel takes {bare_ms / LAYERS:.1f} ms only: the ratio says little"
-    return {
-        "attached_over_bare": ratio,
-        "attached_ms": attached_ms,
-        "bare_ms": bare_ms,
-        "attached_context": context,
-    }
 
 
 async def plans(folder: Path, rounds: int) -> dict[str, float]:
