@@ -68,6 +68,8 @@ async def _settled(name: str, broadcast: Broadcast) -> UnavailableError | None:
 async def _stream(context: Context, name: str, end: "StreamEnd") -> AsyncIterator[None]:
     """What ends a stream's handler: an error of ours, a newer stream, the peer, or a bug, which is logged."""
     _log.info("stream opened", rpc=name)
+    # Before `end` can cancel the handler: grpc loses the status of one that is cancelled while its headers go out.
+    await context.send_initial_metadata(())
     try:
         yield
     except KvplaneError as error:
