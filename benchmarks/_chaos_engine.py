@@ -254,7 +254,8 @@ class Engine:
     def _blocks(self) -> int:
         table = self.session.sequences
         named = int(np.count_nonzero(table.blocks[table.rows_in_use]))
-        return named + sum(len(each.ids) for each in self.session.state.work.deferred)
+        work = self.session.state.work
+        return named + sum(len(each.ids) for each in work.deferred_behind(work.completed_step))
 
     def _listen(self) -> None:
         with suppress(Empty):

@@ -62,23 +62,25 @@ class Fault:
 
 
 def schedule(seed: int, count: int) -> list[Fault]:
-    """Faults in order. Every kind comes once before any comes by its weight."""
+    """Faults in order. Every kind comes once before any comes by its weight; a silent engine's cache service is killed
+    then, which is when silence matters."""
     rng = random.Random(seed)
-    first = list(KINDS)
-    rng.shuffle(first)
+    kinds = list(KINDS)
+    rng.shuffle(kinds)
     weights = [weight for weight, _, _ in KINDS.values()]
-    made = []
-    for number in range(count):
-        kind = first[number] if number < len(first) else rng.choices(list(KINDS), weights)[0]
-        _, targets, (least, most) = KINDS[kind]
-        made.append(
-            Fault(
-                number,
-                rng.choice((0.0, 0.1, 0.3, 0.6, 1.0)),
-                kind,
-                rng.choice(targets),
-                rng.uniform(least, most),
-                rng.choice((0.01, 0.05, 0.2)),
+    kinds += rng.choices(list(KINDS), weights, k=count)
+    made: list[Fault] = []
+    for drawn in kinds:
+        for kind in (drawn, "cache killed") if "silent" in drawn else (drawn,):
+            _, targets, (least, most) = KINDS[kind]
+            made.append(
+                Fault(
+                    len(made),
+                    rng.choice((0.0, 0.1, 0.3, 0.6, 1.0)),
+                    kind,
+                    rng.choice(targets),
+                    rng.uniform(least, most),
+                    rng.choice((0.01, 0.05, 0.2)),
+                )
             )
-        )
-    return made
+    return made[:count]

@@ -6,12 +6,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from kvplane.client import AsyncSession, Session, StepDraft, StepResult
 from kvplane.client.state import SessionState
+from recovery.conftest import World
 from service_rig import RunningService
 from tensorless_shard import TensorlessShard
 
 NUM_BLOCKS = 64
+PROMPT = np.arange(40, dtype=np.uint32)
 
 
 @dataclass
@@ -75,3 +79,22 @@ class BlockingAsyncSession:
 
 AnySession = Session | BlockingAsyncSession
 OpenSession = Callable[..., AnySession]
+
+
+def core_of(world: World) -> Any:
+    """The core that decides now."""
+    return world.service.server.plane.pools["default"].core
+
+
+def launch(session: Any, world: World) -> None:
+    """What a shard knows once an engine launched on its tables: stamps, and a remote session's grants."""
+    table = session.sequences
+    for shard in world.shards:
+        shard.granted = {key: held for key, held in shard.granted.items() if key[0] != session.session_id}
+        for row in table.rows_in_use.tolist():
+            held = slice(0, int(table.num_blocks[row]))
+            blocks, generations = table.blocks[row, held].astype(np.int64), table.generations[row, held]
+            shard.stamp(blocks, np.maximum(shard.stamps[blocks], generations))
+            if session.state.mode == "remote":
+                named = list(zip(blocks.tolist(), generations.tolist(), strict=True))
+                shard.granted[session.session_id, int(table.ids[row])] = named

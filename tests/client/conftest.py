@@ -1,6 +1,6 @@
 """Fixtures of the SDK's tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 from client_rig import NUM_BLOCKS, AnySession, BlockingAsyncSession, LoopThread, OpenSession, Running
 from compute_access import Rig, rig
 from kvplane.client import AsyncSession, Session
+from recovery.conftest import World
 from service_rig import RunningService
 from tensorless_shard import TensorlessShard
 
@@ -59,3 +60,17 @@ def fresh(tmp_path: Path) -> Iterator[Rig]:
     """The same for one test."""
     with rig(tmp_path, 2, change=lambda _: {"tensor_parallel": 2}) as made:
         yield made
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Makes cache services that can be killed, with a shard; invariants are proved at the end."""
+    made: list[World] = []
+
+    def make(num_blocks: int = 64, **settings: Any) -> World:
+        made.append(World(tmp_path, num_blocks, 1, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -3,16 +3,15 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from client_rig import OpenSession
+from client_rig import PROMPT, OpenSession, core_of, launch
 from cut_proxy import CutProxy
-from kvplane.client import HitReason, LaunchPausedError, StepResult
+from kvplane.client import HitReason, StepResult
 from kvplane.client.aio_control import AioCacheControl
 from kvplane.client.control import GrpcCacheControl
 from kvplane.client.sequences import row_of
@@ -21,40 +20,6 @@ from kvplane.wire.errors import InvalidArgumentError, UnavailableError
 from recovery.conftest import World
 from service_rig import wait_until
 from session_walk import Walk, same_as_service
-
-PROMPT = np.arange(40, dtype=np.uint32)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds; invariants are proved at the end."""
-    made: list[World] = []
-
-    def make(num_blocks: int = 64, **settings: Any) -> World:
-        made.append(World(tmp_path, num_blocks, 1, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def core_of(world: World) -> Any:
-    return world.service.server.plane.pools["default"].core
-
-
-def launch(session: Any, world: World) -> None:
-    """What a shard knows once an engine launched on its tables: stamps, and a remote session's grants."""
-    table = session.sequences
-    for shard in world.shards:
-        shard.granted = {key: held for key, held in shard.granted.items() if key[0] != session.session_id}
-        for row in table.rows_in_use.tolist():
-            held = slice(0, int(table.num_blocks[row]))
-            blocks, generations = table.blocks[row, held].astype(np.int64), table.generations[row, held]
-            shard.stamp(blocks, np.maximum(shard.stamps[blocks], generations))
-            if session.state.mode == "remote":
-                named = list(zip(blocks.tolist(), generations.tolist(), strict=True))
-                shard.granted[session.session_id, int(table.ids[row])] = named
 
 
 class StampingWalk(Walk):
@@ -314,60 +279,6 @@ def _reconnect(call: Callable[[], Any]) -> None:
             return
         except UnavailableError:
             time.sleep(0.01)
-
-
-def test_an_idle_session_resumes_by_its_heartbeat(world: Callable[..., World], open_session: OpenSession) -> None:
-    """A session without sequences sends no steps; it is there after a restart and longer than its time to live."""
-    made = world()
-    session = open_session(address=made.service.address, ttl_seconds=2.0)
-    made.restart()
-    deadline = time.monotonic() + 10
-    while session.state.lease_epoch == 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(2.5)
-    draft = session.draft()
-    draft.admit(PROMPT)
-    assert session.run(draft).admitted
-
-
-@pytest.mark.parametrize(("mode", "restarts"), [("attached", 1), ("remote", 1), ("attached", 2)])
-def test_a_silent_session_keeps_its_sequences(
-    world: Callable[..., World], open_session: OpenSession, mode: str, restarts: int
-) -> None:
-    """An engine holds a sequence and sends no steps for longer than its time to live after a restart, or two: its
-    heartbeat says what it holds. What of it was cut, the next result tells; no plan is made before that."""
-    made = world()
-    session = open_session(address=made.service.address, mode=mode, ttl_seconds=2.0)
-    session.state.track_plans()
-    draft = session.draft()
-    whole, cut = draft.admit(PROMPT), draft.admit(PROMPT + 1000)
-    session.run(draft)
-    launch(session, made)
-    draft = session.draft()
-    draft.commit([whole, cut], [40, 40])
-    draft.extend(cut, 80)  # two blocks that nobody writes
-    session.run(draft)
-    session.flush()
-    table, row = session.sequences, row_of(whole)
-    blocks = table.blocks[row, :3].copy()
-    begin = time.monotonic()
-    for round_ in range(restarts):
-        made.restart()
-        wait_until(lambda: session.state.lease_epoch == round_ + 2, "the heartbeat has resumed the session")  # noqa: B023
-        wait_until(lambda: made.state() == "READY", "the pool is open")
-    time.sleep(max(0.0, begin + 2.3 - time.monotonic()))
-    with pytest.raises(LaunchPausedError):
-        session.state.check_declared()
-    assert table.num_blocks[row_of(cut)] == 5, "the tables change with a result only"
-    draft = session.draft()
-    draft.advance([whole, cut], [7, 7], [40, 40], [42, 80])
-    session.submit(draft)  # as if more were launched before its answer
-    result = session.collect()
-    session.state.check_declared()
-    assert [(each.sequence_id, each.num_slots, each.reason) for each in result.cuts] == [(cut, 48, "NEVER_WRITTEN")]
-    assert table.blocks[row, :3].tolist() == blocks.tolist()
-    assert table.known[row] == 41
-    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
 
 
 def test_two_sessions_come_back_and_one_does_not_wait_for_ever(

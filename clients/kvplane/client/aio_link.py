@@ -44,12 +44,15 @@ class AioStepLink:
         stream = await self._control.step(self._state.opening().open)
         try:
             opened = (await stream.receive(timeout)).opened
-            if opened.declaration_required or self._state.awaits_declared:
-                declared = await self._declare(stream, timeout, send=opened.declaration_required)
-                if ahead:
-                    await stream.close()
-                    return
-                again = self._state.declared(declared)
+            owed = opened.declaration_required
+            if ahead:
+                if owed:
+                    await self._declare(stream, timeout, send=True)
+                self._state.owes_declaration = False
+                await stream.close()
+                return
+            if owed or self._state.awaits_declared:
+                again = self._state.declared(await self._declare(stream, timeout, send=owed))
             else:
                 again = self._state.stream_opened(opened)
             for request in again:
@@ -58,6 +61,7 @@ class AioStepLink:
             await stream.close()
             raise
         self._early.clear()
+        self._state.owes_declaration = False
         self._stream = stream
 
     async def _declare(self, stream: AioStepStream, timeout: float, *, send: bool) -> cache_pb2.DeclarationResult:
@@ -85,11 +89,9 @@ class AioStepLink:
             return await self._receive(deadline)
 
     async def resume(self, timeout: float) -> None:
-        """Resume the session for an engine that sends no steps now; see `StepLink.resume`."""
-        if self._lock.locked():
-            return
-        async with self._lock:
-            if not self._state.unanswered:
+        """Resume the session for an engine that waits for no answer now; see `StepLink.resume`."""
+        if not self._lock.locked():
+            async with self._lock:
                 await self.open(timeout, ahead=not self._state.idle)
 
     async def _receive(self, deadline: float) -> StepResult:
@@ -152,18 +154,27 @@ class AioHeartbeat:
             await self._task
 
     async def _run(self) -> None:
-        lease = self._state.lease
         while True:
-            await asyncio.sleep(lease.ttl_seconds / 12)
-            if not lease.heartbeat_due:
-                continue
-            sent_at = lease.clock()
-            with suppress(KvplaneError):
-                try:
-                    await self._control.heartbeat(heartbeat_request(self._state))
-                    lease.renew(sent_at)
-                except RESTARTED:
-                    await self._link.resume(lease.ttl_seconds / 3)
+            await asyncio.sleep(self._state.lease.ttl_seconds / 12)
+            try:
+                await self._beat()
+            except KvplaneError:
+                pass
+            except Exception:
+                log.exception("session %d: the heartbeat failed", self._state.session_id)
+
+    async def _beat(self) -> None:
+        lease, state = self._state.lease, self._state
+        if not lease.heartbeat_due and not state.owes_declaration:
+            return
+        sent_at = lease.clock()
+        try:
+            await self._control.heartbeat(heartbeat_request(state))
+            lease.renew(sent_at)
+        except RESTARTED:
+            state.owes_declaration = True
+        if state.owes_declaration:
+            await self._link.resume(lease.ttl_seconds / 3)
 
 
 def _until(deadline: float) -> float:

@@ -77,8 +77,7 @@ class DeviceWork:
     def completed_steps(self) -> list[int]:
         """Newest completed step of each rank."""
         if self.automatic and self.ranks == 1:
-            done = min(self._open.values()) - 1 if self._open else self.last_step
-            self._completed[0] = max(self._completed[0], done)
+            self._completed[0] = max(self._completed[0], self._done())
         return self._completed
 
     @property
@@ -95,12 +94,17 @@ class DeviceWork:
         return [self._told]
 
     def declared_completed(self, last_sent_step: int) -> list[int]:
-        """What a declaration says of each rank: no more than the step behind it can say. That one may be sent while
-        more is launched on the tables that are left, which count as those of `last_sent_step`."""
-        completed = self.completed_steps
+        """What a declaration says of each rank: what runs now counts as running, whatever was said before it began. And
+        no more than the step behind it can say, which may be sent while more is launched on the tables that are left:
+        they count as those of `last_sent_step`."""
         if not self.automatic or self.ranks > 1:
-            return completed
-        return [max(0, min(completed[0], last_sent_step - 1))]
+            return self.completed_steps
+        return [max(0, min(self._done(), last_sent_step - 1))]
+
+    def _done(self) -> int:
+        # A copy: the engine's thread may close a plan while the heartbeat's looks.
+        running = list(self._open.values())
+        return min(running) - 1 if running else self.last_step
 
     @property
     def quiet_until_answered(self) -> bool:
@@ -152,10 +156,9 @@ class DeviceWork:
         if self.keeps_changes:
             self._changes.append((self.last_step, ids))
 
-    @property
-    def deferred(self) -> list[Deferred]:
-        """Blocks that were let go of by steps that have not completed."""
-        return [each for each in self._deferred if each.step_id > self.completed_step]
+    def deferred_behind(self, completed_step: int) -> list[Deferred]:
+        """Blocks that were let go of by later steps than this one."""
+        return [each for each in self._deferred if each.step_id > completed_step]
 
     def take_changes(self) -> TableChanges:
         """What changed since the last call."""

@@ -13,6 +13,7 @@ from kvplane.client.values import StepResult
 from kvplane.v1 import cache_pb2
 from kvplane.wire.errors import (
     CancelledError,
+    DeadlineExceededError,
     KvplaneError,
     SessionExpiredError,
     StaleEpochError,
@@ -55,20 +56,21 @@ class StepLink:
 
     def receive(self, deadline: float) -> StepResult:
         """The result of the oldest step. `deadline` is a time of `time.monotonic`."""
-        with self._lock:
-            return self._receive(deadline)
-
-    def resume(self, timeout: float) -> None:
-        """Resume the session for an engine that sends no steps now; one that does resumes by itself. What is left of
-        its tables it learns with its next step: until then nothing is launched on them (`SessionState.check_declared`).
-        """
-        if not self._lock.acquire(blocking=False):
-            return
+        if not self._lock.acquire(timeout=_until(deadline)):
+            raise DeadlineExceededError("the session is being resumed")
         try:
-            if not self._state.unanswered:
-                self._open(timeout, ahead=not self._state.idle)
+            return self._receive(deadline)
         finally:
             self._lock.release()
+
+    def resume(self, timeout: float) -> None:
+        """Resume the session for an engine that waits for no answer now; one that does resumes by itself. What is left
+        of its tables it learns with its next result: until then no plan is made (`SessionState.check_declared`)."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._open(timeout, ahead=not self._state.idle)
+            finally:
+                self._lock.release()
 
     def _receive(self, deadline: float) -> StepResult:
         while True:
@@ -118,8 +120,8 @@ class StepLink:
                 return
 
     def _open(self, timeout: float, *, ahead: bool = False) -> None:
-        """Open the stream (again). With `ahead`, of a session that was resumed only as far as the service knows what it
-        holds; the answer comes again on the next stream."""
+        """Open the stream (again). With `ahead`, only as far as the service knows what the session holds: the answer
+        comes again on the next stream, and so does what the closed one has left unread."""
         self.close()
         try:
             self._bind(timeout, ahead=ahead)
@@ -138,12 +140,15 @@ class StepLink:
         stream = self._control.step(self._state.opening().open)
         try:
             opened = stream.receive(timeout).opened
-            if opened.declaration_required or self._state.awaits_declared:
-                declared = self._declare(stream, timeout, send=opened.declaration_required)
-                if ahead:
-                    stream.close()
-                    return
-                again = self._state.declared(declared)
+            owed = opened.declaration_required
+            if ahead:
+                if owed:
+                    self._declare(stream, timeout, send=True)
+                self._state.owes_declaration = False
+                stream.close()
+                return
+            if owed or self._state.awaits_declared:
+                again = self._state.declared(self._declare(stream, timeout, send=owed))
             else:
                 again = self._state.stream_opened(opened)
             for request in again:
@@ -152,6 +157,7 @@ class StepLink:
             stream.close()
             raise
         self._early.clear()
+        self._state.owes_declaration = False
         self._stream = stream
 
     def _declare(self, stream: StepStream, timeout: float, *, send: bool) -> cache_pb2.DeclarationResult:
@@ -181,18 +187,26 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        lease = self._state.lease
-        while not self._stop.wait(lease.ttl_seconds / 12):
-            if not lease.heartbeat_due:
-                continue
-            sent_at = lease.clock()
-            # What is wrong with the lease, the next step says; here it just is not renewed, and launches pause.
-            with suppress(KvplaneError):
-                try:
-                    self._control.heartbeat(heartbeat_request(self._state))
-                    lease.renew(sent_at)
-                except RESTARTED:
-                    self._link.resume(lease.ttl_seconds / 3)
+        while not self._stop.wait(self._state.lease.ttl_seconds / 12):
+            try:
+                self._beat()
+            except KvplaneError:
+                pass  # what is wrong with the lease, the next step says; here it is not renewed, and launches pause
+            except Exception:
+                log.exception("session %d: the heartbeat failed", self._state.session_id)
+
+    def _beat(self) -> None:
+        lease, state = self._state.lease, self._state
+        if not lease.heartbeat_due and not state.owes_declaration:
+            return
+        sent_at = lease.clock()
+        try:
+            self._control.heartbeat(heartbeat_request(state))
+            lease.renew(sent_at)
+        except RESTARTED:
+            state.owes_declaration = True
+        if state.owes_declaration:
+            self._link.resume(lease.ttl_seconds / 3)
 
 
 def away(error: KvplaneError) -> UnavailableError:

@@ -4,13 +4,13 @@ The control plane keeps no journal; after a restart it asks those who hold the t
 of the last result. Steps that were not answered are sent again behind it, under new numbers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from kvplane.client.device_work import DeviceWork
 from kvplane.client.draft import StepDraft
-from kvplane.client.sequences import I32, I64, RUNS, U64, SequenceTable
+from kvplane.client.sequences import I32, I64, RUNS, U64, SequenceTable, row_of
 from kvplane.client.values import Cut, SequenceState
 from kvplane.v1 import cache_pb2, types_pb2
 from kvplane.wire.packed import U32Array, U64Array, pack_u32, pack_u64, unpack_u32, unpack_u64
@@ -21,28 +21,32 @@ PART_BYTES = 16 * 2**20
 """Size from which a declaration goes on in another message."""
 
 
-def declaration(table: SequenceTable, work: DeviceWork, last_sent_step: int) -> Iterator[cache_pb2.StepRequest]:
-    """The parts of a declaration, in order; the last one says so."""
+def declaration(
+    table: SequenceTable, work: DeviceWork, last_sent_step: int, lost: Sequence[Cut]
+) -> Iterator[cache_pb2.StepRequest]:
+    """The parts of a declaration, in order; the last one says so. `lost` is what `lost_copies` found."""
     request = cache_pb2.StepRequest()
     size = 0
+    whole = {row_of(cut.sequence_id): cut.num_slots for cut in lost}
     for row in table.rows_in_use.tolist():
-        sequence = _declared(table, row)
+        sequence = _declared(table, row, whole.get(row))
         size += sequence.ByteSize()
         if size > PART_BYTES and request.declaration.sequences:
             yield request
             request, size = cache_pb2.StepRequest(), sequence.ByteSize()
         request.declaration.sequences.append(sequence)
     last = request.declaration
-    for each in work.deferred:
+    completed = work.declared_completed(last_sent_step)
+    for each in work.deferred_behind(min(completed)):
         last.deferred.add(blocks=_blocks(each.ids, each.generations), step_id=each.step_id)
     last.last_sent_step = last_sent_step
-    last.completed_steps = pack_u64(work.declared_completed(last_sent_step))
+    last.completed_steps = pack_u64(completed)
     last.last = True
     yield request
 
 
-def lower_for_copies(table: SequenceTable, work: DeviceWork) -> list[Cut]:
-    """A child whose tail was not copied yet has only its whole blocks; returns what that cost."""
+def lost_copies(table: SequenceTable, work: DeviceWork) -> list[Cut]:
+    """Children whose tails were not copied yet: they have only their whole blocks."""
     cuts = []
     for copy in work.copies_pending():
         rows, entries = np.nonzero(
@@ -50,9 +54,7 @@ def lower_for_copies(table: SequenceTable, work: DeviceWork) -> list[Cut]:
         )
         for row, entry in zip(rows.tolist(), entries.tolist(), strict=True):
             if table.state[row] in RUNS:
-                whole = entry * table.block_tokens
-                table.committed[row] = min(int(table.committed[row]), whole)
-                cuts.append(Cut(int(table.ids[row]), whole, "COPY_LOST"))
+                cuts.append(Cut(int(table.ids[row]), entry * table.block_tokens, "COPY_LOST"))
     return cuts
 
 
@@ -113,10 +115,11 @@ def after_cuts(draft: StepDraft, cuts: Mapping[int, int], table: SequenceTable) 
     return made
 
 
-def _declared(table: SequenceTable, row: int) -> cache_pb2.DeclaredSequence:
+def _declared(table: SequenceTable, row: int, most_committed: int | None) -> cache_pb2.DeclaredSequence:
+    committed = int(table.committed[row])
     declared = cache_pb2.DeclaredSequence(
         num_prompt_tokens=min(int(table.prompt_tokens[row]), int(table.known[row])),
-        num_committed=int(table.committed[row]),
+        num_committed=committed if most_committed is None else min(committed, most_committed),
         state=int(table.state[row]),  # type: ignore[arg-type] # the numbers are the contract's
     )
     declared.sequence.CopyFrom(table.prompts[row])

@@ -136,8 +136,9 @@ class Session:
         return self.state.draft()
 
     def submit(self, draft: StepDraft) -> int:
-        """Send a step without waiting; returns its id. At most 4 may be without an answer (`LimitExceededError`). Plans
-        may be made and run meanwhile: the tables stay as they are until an answer is collected."""
+        """Send a step without waiting for its answer; returns its id. At most 4 may be without one
+        (`LimitExceededError`). Plans may be made and run meanwhile: the tables stay as they are until an answer is
+        collected. While the heartbeat resumes the session at a restarted service, this waits for that."""
         return self._link.submit(draft)
 
     def collect(self, timeout: float | None = None) -> StepResult:

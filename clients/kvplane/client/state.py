@@ -14,9 +14,10 @@ from kvplane.client.draft import StepDraft
 from kvplane.client.lease import Lease
 from kvplane.client.notices import Heard
 from kvplane.client.operations import apply_draft
-from kvplane.client.redeclaration import after_cuts, apply_cuts, declaration, lower_for_copies
+from kvplane.client.redeclaration import after_cuts, apply_cuts, declaration, lost_copies
 from kvplane.client.sequences import SequenceTable, row_of
 from kvplane.client.values import (
+    Cut,
     PoolStats,
     SequenceState,
     StepResult,
@@ -49,7 +50,8 @@ class _Pending:
 
 
 class SessionState:
-    """One session. Single-threaded, but for `lease` and what `DeviceWork` says is read elsewhere."""
+    """One session. Used by one thread at a time (the link's lock): the engine's, which alone changes the tables, or the
+    heartbeat's, which may resume and declare while the engine makes and runs plans. `lease` is read by both."""
 
     def __init__(self, opened: cache_pb2.OpenSessionResponse, mode: str, lease: Lease, num_ranks: int = 1) -> None:
         self.opened = opened
@@ -67,7 +69,11 @@ class SessionState:
         self._pending: deque[_Pending] = deque()
         self._heard = Heard()
         self._declared_at: int | None = None
-        """Newest step that was sent when a declaration went out that has no answer."""
+        """Newest step that was sent when a declaration went out whose answer was not applied."""
+        self._lost: list[Cut] = []
+        """What that declaration left out since it was not copied."""
+        self.owes_declaration = False
+        """The service has resumed the session and does not know yet what it holds."""
         self._process = os.getpid()
 
     @property
@@ -230,13 +236,14 @@ class SessionState:
     def resumed(self, opened: cache_pb2.OpenSessionResponse, sent_at: float) -> None:
         """The session has a new lease epoch; notices count anew."""
         self.opened = opened
+        self.owes_declaration = opened.declaration_required
         self.lease.renew(sent_at)
         self._heard.last_seen_notice = 0
 
     @property
     def awaits_declared(self) -> bool:
-        """Whether a declaration went out whose answer did not come: a service that asks for no other has taken it, and
-        sends the answer again."""
+        """Whether a declaration went out whose answer was not applied: a service that asks for no other has taken it,
+        and sends the answer again."""
         return self._declared_at is not None
 
     def check_declared(self) -> None:
@@ -252,16 +259,19 @@ class SessionState:
         """What the service is told when it asks for a declaration. Another thread may make and run plans meanwhile."""
         # First: a plan that is made from now on is refused, one that was made before counts as not completed.
         self._declared_at = self.last_sent_step
-        lost = lower_for_copies(self.sequences, self.work)
-        self._heard.cuts += [cut for cut in lost if cut not in self._heard.cuts]
-        return declaration(self.sequences, self.work, self.last_sent_step)
+        self._lost = lost_copies(self.sequences, self.work)
+        return declaration(self.sequences, self.work, self.last_sent_step, self._lost)
 
     def declared(self, result: cache_pb2.DeclarationResult) -> list[cache_pb2.StepRequest]:
         """The declaration was taken: shorten what was cut; returns the steps without an answer, numbered anew."""
         declared_at, self._declared_at = self._declared_at, None
         if declared_at is None:
             raise PreconditionError("no declaration awaits an answer")
-        self._heard.cuts += apply_cuts(self.sequences, result)
+        for cut in self._lost:
+            row = self.sequences.row(cut.sequence_id)
+            self.sequences.committed[row] = min(int(self.sequences.committed[row]), cut.num_slots)
+        self._heard.cuts += self._lost + apply_cuts(self.sequences, result)
+        self._lost = []
         self.work.forget_operations()
         # Steps that were made since, while no stream was open, are numbered behind the declaration as well.
         self.last_sent_step = self.work.last_step = declared_at

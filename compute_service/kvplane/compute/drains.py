@@ -16,6 +16,7 @@ import structlog
 from kvplane.compute.events import Events
 from kvplane.compute.executor import Executor
 from kvplane.compute.processes import Process
+from kvplane.compute.sessions import Session
 from kvplane.compute.state import ShardState
 from kvplane.v1 import registry_pb2
 
@@ -43,13 +44,15 @@ class Drains:
         self._connected = connected
         self._told: dict[int, int] = {}
         """Newest lease epoch that the control plane was told a session has drained."""
-        self._fenced_at: dict[Process, float] = {}
-        """When processes without a connection were first seen with their session fenced."""
+        self._fences: dict[int, int] = {}
+        """Newest lease epoch up to which each session was fenced: not every shard has served that lease."""
+        self._since: dict[tuple[Process, int], float] = {}
+        """When a process without a connection was first seen fenced, and under which lease."""
 
     def said(self, process: Process, lease_epoch: int) -> None:
-        """A process launches nothing more."""
-        process.drained_epoch = max(process.drained_epoch, lease_epoch)
-        self.tell(process.session_id, lease_epoch)
+        """A process has said that it launches nothing more."""
+        process.said_drained = True
+        self._drained(process, lease_epoch)
 
     def tell(self, session_id: int, nobody_left: int = 0) -> None:
         """Tell the control plane up to which lease all processes of a session have drained, when that is news.
@@ -70,9 +73,10 @@ class Drains:
 
     def fenced(self, session_id: int, lease_epoch: int) -> None:
         """A lease has ended; what was told before that counted for nothing."""
+        self._fences[session_id] = max(lease_epoch, self._fences.get(session_id, 0))
         connected = self._connected()
         for process in self._watched:
-            if process.session_id == session_id and process.drained_epoch and process not in connected:
+            if process.session_id == session_id and process.said_drained and process not in connected:
                 process.drained_epoch = max(process.drained_epoch, lease_epoch)
         self.forget(session_id)
         self.tell(session_id)
@@ -81,25 +85,41 @@ class Drains:
         """Look at the hold maps of processes that nobody can ask, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self._look(time.monotonic())
+            now = time.monotonic()
+            waits = {}
+            for process, session in self._unreachable():
+                lease_epoch = max(session.lease_epoch, self._fences.get(session.session_id, 0))
+                if process.drained_epoch >= lease_epoch:
+                    continue
+                since = waits[process, lease_epoch] = self._since.get((process, lease_epoch), now)
+                if now - since >= session.ttl_ms / 1000:
+                    await self._look(process, session, lease_epoch)
+            self._since = waits
 
-    async def _look(self, now: float) -> None:
-        unreachable = self._watched - self._connected()
-        self._fenced_at = {process: since for process, since in self._fenced_at.items() if process in unreachable}
-        for process in unreachable:
-            holding = self._state.holding
-            session = holding.sessions.get(process.session_id) if holding is not None else None
-            if session is None or not session.fenced or process.drained_epoch >= session.lease_epoch:
-                self._fenced_at.pop(process, None)
-                continue
-            lease_epoch = session.lease_epoch
-            if now - self._fenced_at.setdefault(process, now) < session.ttl_ms / 1000:
-                continue
-            empty = await self._executor.submit(lambda process=process: self._holds_nothing(process), bounded=False)  # type: ignore[misc]
-            if empty and process in self._watched:
-                _log.info("process holds nothing", session=process.session_id, pid=process.pid)
-                self.said(process, lease_epoch)
+    def _unreachable(self) -> list[tuple[Process, Session]]:
+        """Processes without a connection whose session is fenced."""
+        holding = self._state.holding
+        if holding is None:
+            return []
+        self._fences = {each: epoch for each, epoch in self._fences.items() if holding.sessions.get(each) is not None}
+        found = [(each, holding.sessions.get(each.session_id)) for each in self._watched - self._connected()]
+        return [(process, session) for process, session in found if session is not None and session.fenced]
+
+    async def _look(self, process: Process, session: Session, lease_epoch: int) -> None:
+        try:
+            empty = await self._executor.submit(lambda: self._holds_nothing(process), bounded=False)
+        except Exception as error:
+            # Whatever it is, this one process is taken to hold its blocks, and the others are looked at.
+            _log.warning("hold map not read", session=process.session_id, pid=process.pid, reason=str(error))
+            return
+        if empty and session.fenced and process in self._watched:
+            _log.info("process holds nothing", session=process.session_id, pid=process.pid)
+            self._drained(process, lease_epoch)
 
     def _holds_nothing(self, process: Process) -> bool:
         holding = self._state.holding
         return holding is not None and process in holding.processes.all() and not process.bits().any()
+
+    def _drained(self, process: Process, lease_epoch: int) -> None:
+        process.drained_epoch = max(process.drained_epoch, lease_epoch)
+        self.tell(process.session_id, lease_epoch)

@@ -44,7 +44,9 @@ class Process:
     number: int
     """Names its hold map."""
     drained_epoch: int = 0
-    """Newest lease that it has said to launch nothing more under; used on the event loop."""
+    """Newest lease that it launches nothing more under; used on the event loop."""
+    said_drained: bool = False
+    """It said so itself; once its connection is closed, that holds for every lease."""
 
     @property
     def reference(self) -> registry_pb2.ProcessRef:

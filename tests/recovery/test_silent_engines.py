@@ -1,11 +1,13 @@
-"""Attached processes that live on after their lease, and that nobody can ask: their blocks come back all the same.
+"""Engines that are silent while their lease ends or the services are restarted, with real shards.
 
-What is not shown here: a process that stays stopped, whose blocks have to wait (`test_with_compute.py`).
+Blocks of attached processes that live on after their lease, and that nobody can ask, come back all the same; those of
+one that stays stopped have to wait (`test_with_compute.py`).
 """
 
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from compute_access import BLOCK
 from compute_engine import running, settings
 from compute_oracle import Oracle
-from kvplane.client import Session
+from kvplane.client import LaunchPausedError, Session
 from kvplane.client.compute import open_compute
 from service_rig import RunningService, wait_until
 
@@ -102,6 +104,42 @@ def test_a_process_that_the_shards_cannot_reach_any_more(tmp_path: Path) -> None
         compute.close()
         wait_until(lambda: quarantined(service) == 0, "every block is back", 3.0)
         service.check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["attached", "remote"])
+def test_no_plan_between_a_declaration_and_its_result(tmp_path: Path, mode: Literal["attached", "remote"]) -> None:
+    """The heartbeat has declared a silent engine's sequence to a restarted service: what is left of its table, the
+    engine does not know yet."""
+    with ExitStack() as stack:
+        service = RunningService(tmp_path, **SERVICE)
+        for rank in range(2):
+            stack.enter_context(running(settings(tmp_path, f"compute-{rank}", rank=rank, **MODEL)))
+        service.wait_ready()
+        session = stack.enter_context(Session.open(mode=mode, address=service.address, ttl_seconds=TTL_SECONDS))
+        compute = open_compute(session)
+        draft = session.draft()
+        sequence = draft.admit(range(10))
+        session.run(draft)
+        tokens = [*range(10), 7]
+        with compute.plan([sequence], [10], [10], num_query_heads=ORACLE.num_query_heads) as plan:
+            for layer in range(ORACLE.num_layers):
+                plan.run(layer, *ORACLE.rows(tokens, 0, 10, layer))
+        service.stop()
+        service = RunningService(tmp_path, **SERVICE)
+        stack.callback(service.stop)
+        wait_until(lambda: session.state.awaits_declared and not session.state.owes_declaration, "it has declared")
+        service.wait_ready()
+        for _ in range(2):
+            with pytest.raises(LaunchPausedError):
+                compute.plan([sequence], [1], [10], num_query_heads=ORACLE.num_query_heads)
+        draft = session.draft()
+        draft.advance(sequence, 7, 10, 11)
+        session.run(draft)
+        compute.close()
+        compute = stack.enter_context(open_compute(session))
+        with compute.plan([sequence], [1], [11], num_query_heads=ORACLE.num_query_heads) as plan:
+            out = plan.run(0, *ORACLE.rows(tokens, 10, 11, 0))
+        torch.testing.assert_close(out.double(), ORACLE.attention(tokens, 10, 11, 0), rtol=2e-5, atol=2e-5)
 
 
 def _live(service: RunningService) -> set[int]:
