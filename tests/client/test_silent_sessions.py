@@ -17,58 +17,56 @@ from service_rig import wait_until
 from session_walk import same_as_service
 
 
-def test_an_idle_session_resumes_by_its_heartbeat(world: Callable[..., World], open_session: OpenSession) -> None:
-    """A session without sequences sends no steps; it is there after a restart and longer than its time to live."""
+def test_silent_sessions_keep_their_sequences(world: Callable[..., World], open_session: OpenSession) -> None:
+    """Engines hold sequences, or none, and send no steps for longer than their time to live after two restarts: their
+    heartbeats say what they hold. What of it was cut, the next result tells; no plan is made before that."""
     made = world()
-    session = open_session(address=made.service.address, ttl_seconds=2.0)
-    made.restart()
-    deadline = time.monotonic() + 10
-    while session.state.lease_epoch == 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(2.5)
-    draft = session.draft()
-    draft.admit(PROMPT)
-    assert session.run(draft).admitted
-
-
-@pytest.mark.parametrize(("mode", "restarts"), [("attached", 1), ("remote", 1), ("attached", 2)])
-def test_a_silent_session_keeps_its_sequences(
-    world: Callable[..., World], open_session: OpenSession, mode: str, restarts: int
-) -> None:
-    """An engine holds a sequence and sends no steps for longer than its time to live after a restart, or two: its
-    heartbeat says what it holds. What of it was cut, the next result tells; no plan is made before that."""
-    made = world()
-    session = open_session(address=made.service.address, mode=mode, ttl_seconds=2.0)
-    session.state.track_plans()
-    draft = session.draft()
-    whole, cut = draft.admit(PROMPT), draft.admit(PROMPT + 1000)
-    session.run(draft)
-    launch(session, made)
-    draft = session.draft()
-    draft.commit([whole, cut], [40, 40])
-    draft.extend(cut, 80)  # two blocks that nobody writes
-    session.run(draft)
-    session.flush()
-    table, row = session.sequences, row_of(whole)
-    blocks = table.blocks[row, :3].copy()
-    begin = time.monotonic()
-    for round_ in range(restarts):
+    holders = [
+        open_session(address=made.service.address, mode=mode, ttl_seconds=2.0) for mode in ("attached", "remote")
+    ]
+    idle = open_session(address=made.service.address, ttl_seconds=2.0)
+    held = [two_sequences(session, made, 2000 * index) for index, session in enumerate(holders)]
+    tables = [session.sequences.blocks.copy() for session in holders]
+    for restarts in (1, 2):
+        begin = time.monotonic()
         made.restart()
-        wait_until(lambda: session.state.lease_epoch == round_ + 2, "the heartbeat has resumed the session")  # noqa: B023
+        for session in (*holders, idle):
+            wait_until(lambda: session.state.lease_epoch == restarts + 1, "the session is resumed")  # noqa: B023
         wait_until(lambda: made.state() == "READY", "the pool is open")
     time.sleep(max(0.0, begin + 2.3 - time.monotonic()))
-    with pytest.raises(LaunchPausedError):
+    for session, (whole, cut), before in zip(holders, held, tables, strict=True):
+        with pytest.raises(LaunchPausedError):
+            session.state.check_declared()
+        assert (session.sequences.blocks == before).all(), "the tables change with a result only"
+        draft = session.draft()
+        draft.advance([whole, cut], [7, 7], [40, 40], [42, 80])
+        session.submit(draft)  # as if more were launched before its answer
+        result = session.collect()
         session.state.check_declared()
-    assert table.num_blocks[row_of(cut)] == 5, "the tables change with a result only"
+        assert [(each.sequence_id, each.num_slots, each.reason) for each in result.cuts] == [(cut, 48, "NEVER_WRITTEN")]
+        row = row_of(whole)
+        assert session.sequences.blocks[row, :3].tolist() == before[row, :3].tolist()
+        assert session.sequences.known[row] == 41
+    draft = idle.draft()
+    draft.admit(PROMPT)
+    assert idle.run(draft).admitted
+    for session in (*holders, idle):
+        made.service.on_loop(lambda: same_as_service(session, core_of(made)))  # noqa: B023
+
+
+def two_sequences(session: Any, world: World, first_token: int) -> tuple[int, int]:
+    """Two sequences that are written; the second one has two more blocks that nobody writes."""
+    session.state.track_plans()
     draft = session.draft()
-    draft.advance([whole, cut], [7, 7], [40, 40], [42, 80])
-    session.submit(draft)  # as if more were launched before its answer
-    result = session.collect()
-    session.state.check_declared()
-    assert [(each.sequence_id, each.num_slots, each.reason) for each in result.cuts] == [(cut, 48, "NEVER_WRITTEN")]
-    assert table.blocks[row, :3].tolist() == blocks.tolist()
-    assert table.known[row] == 41
-    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+    whole, cut = draft.admit(PROMPT + first_token), draft.admit(PROMPT + first_token + 1000)
+    session.run(draft)
+    launch(session, world)
+    draft = session.draft()
+    draft.commit([whole, cut], [40, 40])
+    draft.extend(cut, 80)
+    session.run(draft)
+    session.flush()
+    return whole, cut
 
 
 def running(session: Any, world: World) -> int:
@@ -120,32 +118,32 @@ def test_a_stream_that_breaks_while_the_heartbeat_declares(
     assert session.sequences.known[row_of(sequence_id)] == 41
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_step_on_its_way(world: Callable[..., World], open_session: OpenSession, answered: bool) -> None:
-    """Its engine does not collect it for longer than the time to live: it is applied once all the same, whether the
+def test_steps_on_their_way(world: Callable[..., World], open_session: OpenSession) -> None:
+    """Engines do not collect a step for longer than their time to live: it is applied once all the same, whether the
     service that died had applied it or never had it."""
     made = world()
-    session = open_session(address=made.service.address, ttl_seconds=2.0)
-    sequence_id = running(session, made)
-    draft = session.draft()
-    draft.advance(sequence_id, 7, 40, 48)
-    if answered:
-        session.submit(draft)
-        core = core_of(made)
-        newest = session.state.last_sent_step
-        wait_until(lambda: core.state.sessions[session.session_id].ledger.newest_step == newest, "it is applied")
-        made.restart()
-    else:
-        made.die()
-        session.submit(draft)
-        made.start()
+    sessions = [open_session(address=made.service.address, ttl_seconds=2.0) for _ in range(2)]
+    ids = [running(session, made) for session in sessions]
+    for session, sequence_id, dies in zip(sessions, ids, (False, True), strict=True):
+        draft = session.draft()
+        draft.advance(sequence_id, 7, 40, 48)
+        if dies:
+            made.die()
+            session.submit(draft)
+        else:
+            session.submit(draft)
+            core, newest = core_of(made), session.state.last_sent_step
+            ledger = core.state.sessions[session.session_id].ledger
+            wait_until(lambda: ledger.newest_step == newest, "it is applied")  # noqa: B023
+    made.start()
     wait_until(lambda: made.state() == "READY", "the pool is open")
     time.sleep(2.3)
-    session.collect()
-    draft = session.draft()
-    draft.advance(sequence_id, 8, 40, 48)
-    session.run(draft)
-    table, row = session.sequences, row_of(sequence_id)
-    assert table.known[row] == 42
-    assert table.tokens[row, 40:42].tolist() == [7, 8]
-    made.service.on_loop(lambda: same_as_service(session, core_of(made)))
+    for session, sequence_id in zip(sessions, ids, strict=True):
+        session.collect()
+        draft = session.draft()
+        draft.advance(sequence_id, 8, 40, 48)
+        session.run(draft)
+        table, row = session.sequences, row_of(sequence_id)
+        assert table.known[row] == 42
+        assert table.tokens[row, 40:42].tolist() == [7, 8]
+        made.service.on_loop(lambda: same_as_service(session, core_of(made)))  # noqa: B023
