@@ -16,7 +16,7 @@ from kvplane.client.aio_control import AioCacheControl
 from kvplane.client.control import GrpcCacheControl
 from kvplane.client.sequences import row_of
 from kvplane.v1 import cache_pb2
-from kvplane.wire.errors import InvalidArgumentError, UnavailableError
+from kvplane.wire.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from recovery.conftest import World
 from service_rig import wait_until
 from session_walk import Walk, same_as_service
@@ -307,3 +307,72 @@ def test_two_sessions_come_back_and_one_does_not_wait_for_ever(
         draft.readmit(later)
         result = first.run(draft)
     assert result.admitted[0].sequence_id == later
+
+
+def test_a_revocation_of_the_last_service_is_not_acknowledged(
+    world: Callable[..., World], open_session: OpenSession
+) -> None:
+    """It was read, and the result that would have told it never came: the restarted service numbers revocations anew,
+    and would take the acknowledgement for another sequence's."""
+    made = world(8)
+    low, high = (open_session(address=made.service.address) for _ in range(2))
+    for session in (low, high):
+        session.state.track_plans()
+    draft = low.draft()
+    victim = draft.admit(np.arange(64), priority=5)
+    low.run(draft)
+    draft = high.draft()
+    needy = draft.admit(np.arange(1000, 1030))
+    high.run(draft)
+    for session in (low, high):
+        launch(session, made)
+    draft = high.draft()
+    draft.commit(needy, 30)
+    draft.extend(needy, 96)
+    high.run(draft)
+    hosted = made.service.server.plane.pools["default"].sessions[low.session_id]
+    wait_until(lambda: bool(hosted.revocations), "the notice is out")
+    bad = low.draft()
+    bad.finish(victim + (9 << 32))
+    low.submit(bad)
+    with pytest.raises(InvalidArgumentError):
+        low.collect()
+    made.restart()
+    result = low.run(low.draft())
+    assert [each.sequence_id for each in result.revocations] == [victim], "it did yield"
+    for _ in range(2):  # the first one after the result would acknowledge it
+        low.run(low.draft())
+    high.run(high.draft())
+
+
+def test_a_deadline_holds_while_the_heartbeat_resumes(
+    world: Callable[..., World], open_session: OpenSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service takes its time to open the session again; `collect` does not wait longer than it was told."""
+    made = world()
+    session = open_session(address=made.service.address, ttl_seconds=4.0)
+    entered, left = threading.Event(), threading.Event()
+    opened, aio_opened = GrpcCacheControl.open_session, AioCacheControl.open_session
+
+    def open_sync(self: Any, request: Any) -> Any:
+        entered.set()
+        time.sleep(0.8)
+        left.set()
+        return opened(self, request)
+
+    async def open_aio(self: Any, request: Any) -> Any:
+        entered.set()
+        await asyncio.sleep(0.8)
+        left.set()
+        return await aio_opened(self, request)
+
+    made.die()
+    session.submit(session.draft())
+    monkeypatch.setattr(GrpcCacheControl, "open_session", open_sync)
+    monkeypatch.setattr(AioCacheControl, "open_session", open_aio)
+    made.start()
+    assert entered.wait(10)
+    with pytest.raises(DeadlineExceededError):
+        session.collect(0.1)
+    assert not left.is_set()
+    assert session.collect().step_id

@@ -12,7 +12,7 @@ from kvplane.client.opening import RETRY_SECONDS, heartbeat_request
 from kvplane.client.state import SessionState
 from kvplane.client.values import StepResult
 from kvplane.v1 import cache_pb2
-from kvplane.wire.errors import KvplaneError
+from kvplane.wire.errors import DeadlineExceededError, KvplaneError
 
 
 class AioStepLink:
@@ -85,8 +85,15 @@ class AioStepLink:
 
     async def receive(self, deadline: float) -> StepResult:
         """The result of the oldest step. `deadline` is a time of `time.monotonic`."""
-        async with self._lock:
+        try:
+            async with asyncio.timeout(_until(deadline)):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise DeadlineExceededError("the session is being resumed") from None
+        try:
             return await self._receive(deadline)
+        finally:
+            self._lock.release()
 
     async def resume(self, timeout: float) -> None:
         """Resume the session for an engine that waits for no answer now; see `StepLink.resume`."""

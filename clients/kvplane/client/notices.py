@@ -28,6 +28,12 @@ class Heard:
     _revocation_ids: list[int] = field(default_factory=list)
     _notices: list[cache_pb2.Notice] = field(default_factory=list)
 
+    def restarted(self) -> None:
+        """The service was restarted: it numbers notices anew, and waits for no acknowledgement of those before. What
+        they said has happened all the same, and is told."""
+        self.last_seen_notice = 0
+        self._revocation_ids.clear()
+
     def note(self, notice: cache_pb2.Notice, table: SequenceTable) -> None:
         """Take a notice: the tables show a revocation at once. One that comes again changes nothing."""
         if notice.notice_id <= self.last_seen_notice:

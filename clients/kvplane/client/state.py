@@ -234,11 +234,12 @@ class SessionState:
         return cache_pb2.OpenSessionRequest(pool_id=self.pool.pool_id, resume_token=self.opened.resume_token)
 
     def resumed(self, opened: cache_pb2.OpenSessionResponse, sent_at: float) -> None:
-        """The session has a new lease epoch; notices count anew."""
+        """The session has a new lease epoch; `declaration_required` says that the service was restarted."""
         self.opened = opened
         self.owes_declaration = opened.declaration_required
         self.lease.renew(sent_at)
-        self._heard.last_seen_notice = 0
+        if opened.declaration_required:
+            self._heard.restarted()
 
     @property
     def awaits_declared(self) -> bool:
