@@ -98,3 +98,17 @@ def launch(session: Any, world: World) -> None:
             if session.state.mode == "remote":
                 named = list(zip(blocks.tolist(), generations.tolist(), strict=True))
                 shard.granted[session.session_id, int(table.ids[row])] = named
+
+
+def admit(session: Any, tokens: Any, **options: Any) -> tuple[int, Any]:
+    """Admit one prompt in a step of its own."""
+    draft = session.draft()
+    sequence_id = draft.admit(tokens, **options)
+    return sequence_id, session.run(draft)
+
+
+def write_all(session: Any, sequence_id: int, length: int) -> Any:
+    """Commit a prompt as if its KV were written."""
+    draft = session.draft()
+    draft.commit(sequence_id, length)
+    return session.run(draft)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_rig import OpenSession, Running
+from client_rig import OpenSession, Running, admit, write_all
 from kvplane.client import (
     SequenceState,
     StateReason,
@@ -16,17 +16,12 @@ from kvplane.wire import errors
 from service_rig import wait_until
 
 
-def admit(session: Any, tokens: Any, **options: Any) -> tuple[int, Any]:
-    """Admit one prompt in a step of its own."""
+def need_blocks(session: Any, sequence_id: int, committed: int | None = None) -> Any:
+    """Ask for six blocks for a sequence, more than a small pool has left."""
     draft = session.draft()
-    sequence_id = draft.admit(tokens, **options)
-    return sequence_id, session.run(draft)
-
-
-def write_all(session: Any, sequence_id: int, length: int) -> Any:
-    """Commit a prompt as if its KV were written."""
-    draft = session.draft()
-    draft.commit(sequence_id, length)
+    if committed is not None:
+        draft.commit(sequence_id, committed)
+    draft.extend(sequence_id, 96)
     return session.run(draft)
 
 
@@ -38,12 +33,10 @@ def test_a_revocation_is_told_and_acknowledged_when_drained(running: Running, op
     victim, _ = admit(low, np.arange(64), priority=5)
     needy, result = admit(high, np.arange(1000, 1030))
     assert result.admitted
-    draft = high.draft()
-    draft.commit(needy, 30)
-    draft.extend(needy, 96)
-    result = high.run(draft)
+    result = need_blocks(high, needy, committed=30)
     assert result.changes[0].reason == StateReason.BLOCKS_COMING
-    wait_until(lambda: bool(running.core.state.sessions), "the notice is out")
+    hosted = running.service.server.plane.pools["default"].sessions[low.session_id]
+    wait_until(lambda: bool(hosted.revocations), "the notice is out")
     result = low.run(low.draft())
     while not result.revocations:
         result = low.run(low.draft())
@@ -52,9 +45,7 @@ def test_a_revocation_is_told_and_acknowledged_when_drained(running: Running, op
     assert high.run(high.draft()).pool.quarantined_blocks == 4
     low.complete(low.state.last_step)
     low.run(low.draft())
-    draft = high.draft()
-    draft.extend(needy, 96)
-    result = high.run(draft)
+    need_blocks(high, needy)
     assert high.sequences.num_blocks[row_of(needy)] == 6
 
 
@@ -76,10 +67,7 @@ def test_a_revocation_takes_what_was_granted_before_it(running: Running, open_se
         low.submit(draft)
     ledger = running.core.state.sessions[low.session_id].ledger
     wait_until(lambda: ledger.newest_step == low.state.last_sent_step, "the steps are applied")
-    draft = high.draft()
-    draft.commit(needy, 30)
-    draft.extend(needy, 96)
-    high.run(draft)
+    need_blocks(high, needy, committed=30)
     time.sleep(0.2)  # the notice is with the client
     results = [low.collect() for _ in range(ahead)]
     row = row_of(victim)
@@ -91,9 +79,7 @@ def test_a_revocation_takes_what_was_granted_before_it(running: Running, open_se
         np.subtract.at(held, ids, 1)
     assert not held.any()
     low.run(low.draft())
-    draft = high.draft()
-    draft.extend(needy, 96)
-    high.run(draft)
+    need_blocks(high, needy)
     assert high.sequences.num_blocks[row_of(needy)] == 6
 
 
@@ -105,10 +91,7 @@ def test_what_a_refusal_hides_is_not_acknowledged(running: Running, open_session
     low.state.track_plans()
     victim, _ = admit(low, np.arange(64), priority=5)
     needy, _ = admit(high, np.arange(1000, 1030))
-    draft = high.draft()
-    draft.commit(needy, 30)
-    draft.extend(needy, 96)
-    high.run(draft)
+    need_blocks(high, needy, committed=30)
     bad = low.draft()
     bad.extend(victim + (9 << 32), 80)
     low.submit(bad)
@@ -134,9 +117,7 @@ def test_what_is_revoked_before_its_admission_is_read_never_ran(running: Running
     victim = draft.admit(np.arange(64), priority=5)
     low.submit(draft)
     wait_until(lambda: running.core.state.running == 2, "the victim runs")
-    draft = high.draft()
-    draft.extend(needy, 96)
-    high.run(draft)
+    need_blocks(high, needy)
     wait_until(lambda: running.core.state.running == 1, "it had to yield")
     time.sleep(0.2)
     result = low.collect()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_rig import OpenSession, Running
+from client_rig import PROMPT, OpenSession, Running, admit, write_all
 from cut_proxy import CutProxy
 from kvplane.client import (
     ForkedProcessError,
@@ -22,22 +22,6 @@ from kvplane.client.sequences import row_of
 from kvplane.v1 import cache_pb2, types_pb2
 from kvplane.wire import errors
 from session_walk import Walk, same_as_service
-
-PROMPT = np.arange(40, dtype=np.uint32)
-
-
-def admit(session: Any, tokens: Any, **options: Any) -> tuple[int, Any]:
-    """Admit one prompt in a step of its own."""
-    draft = session.draft()
-    sequence_id = draft.admit(tokens, **options)
-    return sequence_id, session.run(draft)
-
-
-def write_all(session: Any, sequence_id: int, length: int) -> Any:
-    """Commit a prompt as if its KV were written."""
-    draft = session.draft()
-    draft.commit(sequence_id, length)
-    return session.run(draft)
 
 
 def test_a_prompt_hits_after_the_flush_and_the_reason_is_told(running: Running, open_session: OpenSession) -> None:

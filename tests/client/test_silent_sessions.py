@@ -31,7 +31,7 @@ def test_silent_sessions_keep_their_sequences(world: Callable[..., World], open_
         begin = time.monotonic()
         made.restart()
         for session in (*holders, idle):
-            wait_until(lambda: session.state.lease_epoch == restarts + 1, "the session is resumed")  # noqa: B023
+            wait_for_lease(session, restarts + 1)
         wait_until(lambda: made.state() == "READY", "the pool is open")
     time.sleep(max(0.0, begin + 2.3 - time.monotonic()))
     for session, (whole, cut), before in zip(holders, held, tables, strict=True):
@@ -51,7 +51,23 @@ def test_silent_sessions_keep_their_sequences(world: Callable[..., World], open_
     draft.admit(PROMPT)
     assert idle.run(draft).admitted
     for session in (*holders, idle):
-        made.service.on_loop(lambda: same_as_service(session, core_of(made)))  # noqa: B023
+        agrees(session, made)
+
+
+def wait_for_lease(session: Any, lease_epoch: int) -> None:
+    """The heartbeat has resumed the session so often."""
+    wait_until(lambda: session.state.lease_epoch == lease_epoch, "the session is resumed")
+
+
+def wait_until_applied(session: Any, world: World) -> None:
+    """The service has applied all steps, and nobody has collected the last one."""
+    ledger, newest = core_of(world).state.sessions[session.session_id].ledger, session.state.last_sent_step
+    wait_until(lambda: ledger.newest_step == newest, "it is applied")
+
+
+def agrees(session: Any, world: World) -> None:
+    """Both sides hold the same."""
+    world.service.on_loop(lambda: same_as_service(session, core_of(world)))
 
 
 def two_sequences(session: Any, world: World, first_token: int) -> tuple[int, int]:
@@ -132,9 +148,7 @@ def test_steps_on_their_way(world: Callable[..., World], open_session: OpenSessi
             session.submit(draft)
         else:
             session.submit(draft)
-            core, newest = core_of(made), session.state.last_sent_step
-            ledger = core.state.sessions[session.session_id].ledger
-            wait_until(lambda: ledger.newest_step == newest, "it is applied")  # noqa: B023
+            wait_until_applied(session, made)
     made.start()
     wait_until(lambda: made.state() == "READY", "the pool is open")
     time.sleep(2.3)
@@ -146,4 +160,4 @@ def test_steps_on_their_way(world: Callable[..., World], open_session: OpenSessi
         table, row = session.sequences, row_of(sequence_id)
         assert table.known[row] == 42
         assert table.tokens[row, 40:42].tolist() == [7, 8]
-        made.service.on_loop(lambda: same_as_service(session, core_of(made)))  # noqa: B023
+        agrees(session, made)

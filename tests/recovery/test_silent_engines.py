@@ -36,7 +36,7 @@ SERVICE = {"watermark": 0.0, "drain_seconds": 0.0, "metrics_address": ""}
 def silence(session: Session) -> None:
     """The engine lives, and sends nothing more: its lease runs out."""
     session._heartbeat.stop()  # noqa: SLF001 - what a cut between engine and cache service comes to
-    session._link.close()  # noqa: SLF001
+    session._link.close()  # noqa: SLF001 - the same for its stream
 
 
 def quarantined(service: RunningService) -> int:
